@@ -1,0 +1,30 @@
+"""Mixture-of-experts layer for JAX on NVIDIA GPUs: `moe_layer(x, params, cfg)`."""
+
+from dgmoe_jax.config import MoEConfig, OAISwiGLU, RouterConfig, SiLU, SiTU
+from dgmoe_jax.layer import moe_layer
+from dgmoe_jax.plan import Plan, plan
+from dgmoe_jax.quantize import dequantize, quantize
+from dgmoe_jax.routing import route
+from dgmoe_jax.types import ExpertWeights, MoEParams, Routing, Scaled
+from dgmoe_jax.weights.prepare import prepare_params
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ExpertWeights",
+    "MoEConfig",
+    "MoEParams",
+    "OAISwiGLU",
+    "Plan",
+    "RouterConfig",
+    "Routing",
+    "Scaled",
+    "SiLU",
+    "SiTU",
+    "dequantize",
+    "moe_layer",
+    "plan",
+    "prepare_params",
+    "quantize",
+    "route",
+]

@@ -1,0 +1,86 @@
+"""The layer: its steps, in order."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from dgmoe_jax import checks
+from dgmoe_jax.config import MoEConfig
+from dgmoe_jax.plan import Plan, alignment_for
+from dgmoe_jax.plan import plan as make_plan
+from dgmoe_jax.recipes import RECIPES, padded
+from dgmoe_jax.steps import experts, permute, quant, unpermute
+from dgmoe_jax.steps import route as routing_step
+from dgmoe_jax.types import MoEParams, Routing, Rows
+
+
+def moe_layer(
+    x: Array,
+    params: MoEParams,
+    cfg: MoEConfig,
+    *,
+    routing: Routing | None = None,
+    token_ids: Array | None = None,
+    valid: Array | None = None,
+    plan: Plan | None = None,
+) -> Array:
+    """The mixture-of-experts layer on one device, one XLA program under `jax.jit`.
+
+    Args:
+      x: [T, H] bf16 tokens; T = 0 is legal.
+      params: from `prepare_params(raw, cfg)`.
+      cfg: the layer; static under jit (`static_argnames="cfg"`).
+      routing: overrides the router; any k, ids in [0, E) or -1 (contributes zero), weights
+        without the scaling factor. The same expert twice in a row counts twice.
+      token_ids: [T] int32, for hash routing.
+      valid: [T] bool; tokens marked False go to no expert and their rows of y are zero.
+      plan: overrides `dgmoe_jax.plan(cfg, T)`.
+
+    Returns:
+      y [T, H] bf16: scaling_factor * sum over slots of weight * expert(x), accumulated in f32 in
+      slot order, plus the shared experts, rounded once.
+
+    Raises:
+      ValueError, TypeError: arrays that do not fit `cfg`.
+      NotImplementedError: a recipe, layout or backend that this device does not run.
+    """
+    checks.tokens(x, cfg.hidden_size)
+    num_tokens = x.shape[0]
+    if valid is not None:
+        checks.shape("valid", valid, (num_tokens,))
+        checks.dtype("valid", valid, ("bool",))
+    if routing is not None:
+        checks.routing(routing.topk_ids, routing.topk_weights, num_tokens)
+    top_k = cfg.router.top_k if routing is None else routing.topk_ids.shape[1]
+    plan = plan or make_plan(cfg, num_tokens, top_k=top_k)
+    if num_tokens == 0:
+        return jnp.zeros_like(x)
+    fmt = RECIPES[cfg.recipe].activations
+    backend = plan.backend
+
+    if routing is None:
+        logits = routing_step.router_logits(x, params.gate_weight)
+        routing = routing_step.select(logits, params.gate_bias, cfg.router, backend)
+    routing = routing_step.drop_padding(routing, valid)
+
+    hidden = padded(cfg.hidden_size)
+    encoded = quant.encode(jnp.pad(x, ((0, 0), (0, hidden - cfg.hidden_size))), fmt, backend)
+    rows, src2dst = permute.permute(*encoded, routing.topk_ids, cfg.num_experts, plan)
+    routed = experts.experts(rows, params.experts, cfg.activation, fmt, plan.alignment, backend)
+    shared = None
+    if params.shared is not None:
+        every_row = jnp.zeros(num_tokens, jnp.int32)
+        shared = experts.experts(
+            Rows(*encoded, every_row),
+            params.shared,
+            cfg.activation,
+            fmt,
+            alignment_for(num_tokens, backend),
+            backend,
+        )
+    y = unpermute.unpermute(
+        routed, src2dst, routing.topk_weights, shared, cfg.router.scaling_factor, backend
+    )
+    y = y[:, : cfg.hidden_size]
+    return y if valid is None else jnp.where(valid[:, None], y, 0)

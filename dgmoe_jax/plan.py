@@ -1,0 +1,132 @@
+"""Static decisions about one call of the layer, all in one place."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from dgmoe_jax import backends
+from dgmoe_jax.config import MoEConfig
+from dgmoe_jax.layouts import Contiguous
+from dgmoe_jax.recipes import RECIPES, RUNS_ON, Recipe, padded
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `moe_layer` will do for one number of tokens.
+
+    layout "contiguous"; rows: static number of rows the GEMMs see; capacity: rows an expert may
+    hold (equal to `rows` where experts share them); alignment: rows an expert's segment is padded
+    to; workspace_bytes: predicted bytes of intermediates alive at once; why: one sentence.
+    """
+
+    layout: str
+    rows: int
+    capacity: int
+    alignment: int
+    workspace_bytes: int
+    backend: str
+    why: str
+
+
+def plan(
+    cfg: MoEConfig,
+    num_tokens: int,
+    *,
+    arch: str | None = None,
+    free_bytes: int | None = None,
+    ep_size: int = 1,
+    top_k: int | None = None,
+) -> Plan:
+    """Layout, sizes and backend for `num_tokens` tokens.
+
+    A pure function of its arguments once `arch` is given ("cpu", "sm90", ...; None asks the
+    default device, and whether DeepGEMM can run there). `free_bytes` bounds the workspace.
+    `top_k` stands for the router's where `moe_layer(routing=...)` brings its own slots.
+
+    Raises:
+      ValueError: a negative `num_tokens`, or one whose rows overflow int32 indices.
+      MemoryError: the workspace exceeds `free_bytes`.
+      NotImplementedError: a layout, recipe or backend that is legal but not available here.
+    """
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens={num_tokens}: must be at least 0")
+    if ep_size != 1:
+        raise NotImplementedError(f"ep_size={ep_size}: only one device (ep_size=1) runs so far")
+    if cfg.layout == "masked":
+        raise NotImplementedError("layout='masked' does not run yet; 'contiguous' does")
+    asked = arch is None
+    arch = arch or backends.current_arch()
+    if arch not in RUNS_ON[cfg.recipe]:
+        runs = sorted(name for name, archs in RUNS_ON.items() if arch in archs)
+        raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; {runs} do")
+    backend, reason = _backend(cfg, arch, asked)
+    assignments = num_tokens * (cfg.router.top_k if top_k is None else top_k)
+    alignment = alignment_for(assignments / cfg.num_experts, backend)
+    rows = Contiguous(alignment).rows(assignments, cfg.num_experts)
+    if rows >= 2**31 // max(1, padded(cfg.hidden_size) // 128):
+        raise ValueError(f"num_tokens={num_tokens}: {rows} rows overflow int32 indices; split them")
+    workspace = _workspace_bytes(cfg, num_tokens, assignments, rows)
+    if free_bytes is not None and workspace > free_bytes:
+        raise MemoryError(
+            f"num_tokens={num_tokens} needs {workspace} bytes of workspace, free_bytes={free_bytes}"
+        )
+    return Plan(
+        layout="contiguous",
+        rows=rows,
+        capacity=rows,
+        alignment=alignment,
+        workspace_bytes=workspace,
+        backend=backend,
+        why=f"{reason}; {assignments / cfg.num_experts:.4g} rows expected per expert:"
+        f" segments of {alignment}",
+    )
+
+
+def alignment_for(expected_rows: float, backend: str) -> int:
+    """Rows that a segment is padded to, from the rows an expert is expected to get.
+
+    On a GPU the fastest of DeepGEMM's 32, 64 and 128 as measured on an H200 (FP8, w13 + w2;
+    three shapes, 1 to 16384 tokens): small tiles until an expert fills half of the next one.
+    The xla loop has no tiles: whole blocks per expert, within reason.
+    """
+    if backend == "xla":
+        block = 8
+        while block < min(expected_rows, 512):
+            block *= 2
+        return block
+    return 32 if expected_rows < 16 else 64 if expected_rows < 64 else 128
+
+
+def _backend(cfg: MoEConfig, arch: str, asked: bool) -> tuple[str, str]:
+    if cfg.backend in ("pallas", "deep_gemm") and arch == "sm100" and cfg.recipe != "bf16":
+        raise NotImplementedError(
+            f"backend={cfg.backend!r} with recipe={cfg.recipe!r} on {arch}: DeepGEMM reads packed"
+            " UE8M0 scales there, which are not written yet; 'bf16' or backend='xla' run"
+        )
+    if cfg.backend != "auto":
+        backends.get("gemm", cfg.backend)
+        return cfg.backend, f"backend {cfg.backend!r} as asked"
+    if arch != "sm90":
+        return "xla", f"'xla' runs everywhere and {arch} is not an sm90 GPU"
+    missing = backends.deep_gemm_unavailable() if asked else None
+    if missing:
+        warnings.warn(f"backend='auto' uses 'xla': {missing}", stacklevel=4)
+        return "xla", f"DeepGEMM cannot run here ({missing})"
+    return "deep_gemm", "DeepGEMM with Pallas kernels measured fastest on sm90"
+
+
+def _workspace_bytes(cfg: MoEConfig, num_tokens: int, assignments: int, rows: int) -> int:
+    recipe = RECIPES[cfg.recipe]
+    hidden, inner = padded(cfg.hidden_size), padded(cfg.intermediate_size)
+    index = 4 * (2 * assignments + 2 * rows)
+    source = _row_bytes(recipe, hidden) * num_tokens if recipe.activations.group else 0
+    w13_in, w13_out = _row_bytes(recipe, hidden), 4 * inner
+    w2_in, w2_out = _row_bytes(recipe, inner), 2 * hidden
+    widest = max(w13_in + w13_out, w13_out + w2_in, w2_in + w2_out)
+    return index + source + rows * widest
+
+
+def _row_bytes(recipe: Recipe, width: int) -> int:
+    fmt = recipe.activations
+    return 2 * width if fmt.group is None else width + 4 * width // fmt.group[1]

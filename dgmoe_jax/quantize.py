@@ -1,0 +1,80 @@
+"""Arrays into and out of every format, in jnp: load time, tests and small tensors.
+
+The layer's own activations go through the `quant` step instead, whose scales are MN-major.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dgmoe_jax.recipes import Format, format_named
+from dgmoe_jax.types import Scaled
+from dgmoe_jax.xla import scale_of
+
+
+def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scaled:
+    """x [..., N, K] (or [..., K] for formats of one row) bf16 or f32 -> `Scaled`.
+
+    Per group: scale = max(amax, 1e-10) / peak (`ue8m0`: rounded up to a power of two), values
+    clamped to the format's range and rounded to nearest even. Groups at the edges may be short.
+    scales: [..., ceil(N / group rows), ceil(K / group columns)] f32.
+
+    Args:
+      spec: "bf16", "fp8_1x128", "fp8_128x128", "mxfp8_1x32" or "mxfp4_1x32", or a `Format`.
+      ue8m0: power-of-two scales, where the format has the choice (default: the format's own).
+
+    Raises:
+      ValueError: unknown `spec`; x has too few dimensions; a packed format with odd K.
+      TypeError: x is not a float array.
+    """
+    fmt = spec if isinstance(spec, Format) else format_named(spec, ue8m0)
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x: dtype {x.dtype}, must be a float")
+    if fmt.group is None:
+        return Scaled(x.astype(fmt.dtype), None, fmt)
+    if x.ndim < (1 if fmt.group[0] == 1 else 2) or x.shape[-1] % fmt.packed:
+        raise ValueError(f"x: shape {x.shape} does not fit {fmt.name}")
+    x = x.astype(jnp.float32)
+    scales = scale_of(_amax(jnp.abs(x), fmt.group), fmt.peak, fmt.ue8m0)
+    values = jnp.clip(x / spread(scales, fmt.group, x.shape), -fmt.peak, fmt.peak)
+    if fmt.packed == 2:
+        nibbles = lax.bitcast_convert_type(values.astype(jnp.float4_e2m1fn), jnp.uint4)
+        low, high = nibbles[..., ::2].astype(jnp.uint8), nibbles[..., 1::2].astype(jnp.uint8)
+        return Scaled(low | (high << 4), scales, fmt)
+    return Scaled(values.astype(fmt.dtype), scales, fmt)
+
+
+def dequantize(scaled: Scaled) -> Array:
+    """`Scaled` -> [..., K] f32: values times their group's scale."""
+    fmt, values = scaled.format, scaled.values
+    if fmt.packed == 2:
+        nibbles = jnp.stack([values & 0xF, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)
+        values = lax.bitcast_convert_type(nibbles.astype(jnp.uint4), jnp.float4_e2m1fn)
+    values = values.astype(jnp.float32)
+    if scaled.scales is None:
+        return values
+    return values * spread(scaled.scales, fmt.group, values.shape)
+
+
+def spread(scales: Array, group: tuple[int, int], shape: tuple[int, ...]) -> Array:
+    """Scales per group -> one per element of `shape`."""
+    for axis, size in zip((-2, -1), group, strict=True):
+        if size > 1:
+            scales = jnp.repeat(scales, size, axis=axis)
+            scales = lax.slice_in_dim(scales, 0, shape[axis], axis=scales.ndim + axis)
+    return scales
+
+
+def _amax(magnitude: Array, group: tuple[int, int]) -> Array:
+    rows, columns = group
+    tail = [(0, 0)] * magnitude.ndim
+    tail[-1] = (0, -magnitude.shape[-1] % columns)
+    if rows > 1:
+        tail[-2] = (0, -magnitude.shape[-2] % rows)
+    magnitude = jnp.pad(magnitude, tail)
+    magnitude = magnitude.reshape(*magnitude.shape[:-1], -1, columns).max(axis=-1)
+    if rows == 1:
+        return magnitude
+    return magnitude.reshape(*magnitude.shape[:-2], -1, rows, magnitude.shape[-1]).max(axis=-2)

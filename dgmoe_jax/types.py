@@ -1,0 +1,75 @@
+"""Containers that travel between the layer's steps (all pytrees)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+from jax import Array
+
+from dgmoe_jax.recipes import Format
+
+
+def _pytree(cls):
+    return jax.tree_util.register_dataclass(dataclass(frozen=True)(cls))
+
+
+@_pytree
+class Routing:
+    """Where each token goes.
+
+    topk_ids [T, k] int32: expert of each slot; -1 (padding, or an expert that lives elsewhere)
+    contributes exactly zero. topk_weights [T, k] f32: without the router's scaling factor.
+    """
+
+    topk_ids: Array
+    topk_weights: Array
+
+
+@_pytree
+class Scaled:
+    """Values [..., N, K] in `format`, with scales [..., N / group rows, K / group columns] f32.
+
+    An unscaled format has `scales=None`; a packed one stores K / packed elements a row.
+    """
+
+    values: Array
+    scales: Array | None
+    format: Format = field(metadata={"static": True})
+
+
+@_pytree
+class ExpertWeights:
+    """w13 [E, 2I, H] (gate rows, then up rows) and w2 [E, H, I], sizes padded to 128."""
+
+    w13: Scaled
+    w2: Scaled
+
+
+@_pytree
+class MoEParams:
+    """Everything `moe_layer` reads, in the layout the GEMMs read; made by `prepare_params`.
+
+    gate_weight [E, H] bf16 or f32; gate_bias [E] f32 (selection only) or None;
+    shared: the shared experts as one dense block (E = 1) or None; hash_table [vocab, k] or None.
+    """
+
+    gate_weight: Array
+    gate_bias: Array | None
+    experts: ExpertWeights
+    shared: ExpertWeights | None
+    hash_table: Array | None
+
+
+@_pytree
+class Rows:
+    """Rows that a grouped GEMM reads.
+
+    values [M, K]; scales [K / group, M4] f32 stored MN-major with M4 = M rounded up to 4 (what
+    DeepGEMM reads through the transposed view), or None; m_indices [M] int32 expert of each row,
+    -1 for padding, whose contents are unspecified and may be NaN.
+    """
+
+    values: Array
+    scales: Array | None
+    m_indices: Array

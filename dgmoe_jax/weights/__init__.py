@@ -1,0 +1,1 @@
+"""Load time: checkpoint layout to the layout that the GEMMs read."""

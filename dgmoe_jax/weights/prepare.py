@@ -1,0 +1,130 @@
+"""`prepare_params`: validate, quantise, pad. Paid once, expert by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dgmoe_jax import checks
+from dgmoe_jax.config import MoEConfig
+from dgmoe_jax.quantize import quantize
+from dgmoe_jax.recipes import RECIPES, RUNS_ON, Format, padded
+from dgmoe_jax.types import ExpertWeights, MoEParams, Scaled
+
+_REQUIRED = ("gate_weight", "w13", "w2")
+_OPTIONAL = ("gate_bias", "w13_scale", "w2_scale", "hash_table")
+_SHARED = ("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale")
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None = None) -> MoEParams:
+    """Checkpoint arrays -> `MoEParams` for `moe_layer`.
+
+    Args:
+      raw: `gate_weight` [E, H]; optional `gate_bias` [E]; `w13` [E, 2I, H], gate rows then up
+        rows; `w2` [E, H, I]; with `num_shared_experts` S > 0 also `shared_w13` [2SI, H], all gate
+        rows then all up rows, and `shared_w2` [H, SI]. Weights in bf16, f16 or f32 are quantised
+        to `cfg.recipe` here. Weights that are already float8_e4m3fn ("fp8_block") come with
+        `*_scale` f32 per 128 x 128 block, `w13_scale` [E, 2 * ceil(I / 128), ceil(H / 128)] (gate
+        blocks, then up blocks) and `w2_scale` [E, ceil(H / 128), ceil(I / 128)], and keep them.
+      arch: the architecture to lay out for ("cpu", "sm90"); None means any that runs the recipe.
+
+    Returns:
+      Params with H and I padded to multiples of 128 by zeros.
+
+    Raises:
+      ValueError, TypeError: a missing or unknown name, a shape or dtype that does not fit `cfg`.
+      NotImplementedError: a recipe that does not run on `arch`.
+    """
+    if not RUNS_ON[cfg.recipe] or (arch is not None and arch not in RUNS_ON[cfg.recipe]):
+        runs = sorted(r for r, a in RUNS_ON.items() if (arch in a if arch else a))
+        where = f" on {arch}" if arch else ""
+        raise NotImplementedError(f"recipe={cfg.recipe!r} does not run{where} yet; {runs} do")
+    _check_names(raw, cfg)
+    fmt = RECIPES[cfg.recipe].weights
+    num_experts, hidden, inner = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size
+    gate_weight = jnp.asarray(raw["gate_weight"])
+    checks.shape("gate_weight", gate_weight, (num_experts, hidden))
+    checks.dtype("gate_weight", gate_weight, ("bfloat16", "float32"))
+    gate_bias = raw.get("gate_bias")
+    if gate_bias is not None:
+        gate_bias = jnp.asarray(gate_bias)
+        checks.shape("gate_bias", gate_bias, (num_experts,))
+        checks.dtype("gate_bias", gate_bias, _FLOATS)
+        gate_bias = gate_bias.astype(jnp.float32)
+    shared = None
+    if cfg.num_shared_experts:
+        as_one_expert = {
+            name: jnp.asarray(raw[f"shared_{name}"])[None]
+            for name in ("w13", "w2", "w13_scale", "w2_scale")
+            if raw.get(f"shared_{name}") is not None
+        }
+        shared = _experts(as_one_expert, 1, hidden, cfg.num_shared_experts * inner, fmt, "shared_")
+    return MoEParams(
+        gate_weight, gate_bias, _experts(raw, num_experts, hidden, inner, fmt, ""), shared, None
+    )
+
+
+def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
+    shared = _SHARED if cfg.num_shared_experts else ()
+    missing = [n for n in (*_REQUIRED, *shared[:2]) if raw.get(n) is None]
+    if missing:
+        raise ValueError(f"raw: missing {missing}")
+    unknown = sorted(set(raw) - {*_REQUIRED, *_OPTIONAL, *shared})
+    if unknown:
+        hint = "" if shared else " (shared_* needs num_shared_experts > 0)"
+        raise ValueError(
+            f"raw: unknown {unknown}, must be in {[*_REQUIRED, *_OPTIONAL, *_SHARED]}{hint}"
+        )
+    if raw.get("hash_table") is not None:
+        raise NotImplementedError("raw['hash_table']: hash routing does not run yet; 'scores' does")
+
+
+def _experts(
+    raw: Mapping[str, Any], num_experts: int, hidden: int, inner: int, fmt: Format, prefix: str
+) -> ExpertWeights:
+    # Gate and up are padded apart, so that each half still starts on a scale block.
+    w13 = _operand(raw, "w13", (num_experts, 2, inner, hidden), fmt, prefix)
+    w2 = _operand(raw, "w2", (num_experts, 1, hidden, inner), fmt, prefix)
+    return ExpertWeights(w13, w2)
+
+
+def _operand(
+    raw: Mapping[str, Any], name: str, halves: tuple[int, int, int, int], fmt: Format, prefix: str
+) -> Scaled:
+    num_experts, parts, n, k = halves
+    weight, scale = jnp.asarray(raw[name]), raw.get(f"{name}_scale")
+    checks.shape(prefix + name, weight, (num_experts, parts * n, k))
+    encoded = fmt.group is not None and weight.dtype == fmt.dtype
+    if encoded == (scale is None):
+        raise ValueError(
+            f"{prefix}{name}: dtype {weight.dtype} {'without' if encoded else 'with'}"
+            f" {prefix}{name}_scale; {fmt.name} weights carry scales and no others do"
+        )
+    if encoded:
+        blocks = (num_experts, parts * -(-n // fmt.group[0]), -(-k // fmt.group[1]))
+        scale = jnp.asarray(scale)
+        checks.shape(f"{prefix}{name}_scale", scale, blocks)
+        checks.dtype(f"{prefix}{name}_scale", scale, ("float32",))
+        return Scaled(_pad(weight, halves), scale, fmt)
+    checks.dtype(prefix + name, weight, _FLOATS)
+
+    def one_expert(w: Array) -> tuple[Array, Array | None]:
+        scaled = quantize(_pad(w[None], (1, parts, n, k))[0], fmt)
+        return scaled.values, scaled.scales
+
+    # lax.map keeps the f32 copy that quantising needs to one expert at a time.
+    return Scaled(*jax.jit(lambda w: jax.lax.map(one_expert, w))(weight), fmt)
+
+
+def _pad(weight: Array, halves: tuple[int, int, int, int]) -> Array:
+    num_experts, parts, n, k = halves
+    if n == padded(n) and k == padded(k):
+        return weight
+    weight = weight.reshape(halves)
+    tails = ((0, 0), (0, 0), (0, padded(n) - n), (0, padded(k) - k))
+    return jnp.pad(weight, tails).reshape(num_experts, parts * padded(n), padded(k))

@@ -1,0 +1,228 @@
+"""The "xla" backend: every step in jnp. It runs anywhere, is the default on a CPU, and is the
+control that the kernels are compared with. Flat arrays in, flat arrays out."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+F32 = jnp.float32
+
+
+def _softmax(x: Array) -> Array:
+    top = jnp.max(x, axis=-1, keepdims=True)
+    e = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    return e / jnp.where(total > 0, total, 1.0)
+
+
+SCORING = {
+    "softmax": _softmax,
+    "sigmoid": jax.nn.sigmoid,
+    # log1p(exp(x)) overflows for large x; softplus is the same function, stable.
+    "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+}
+
+
+def route(
+    logits: Array,
+    bias: Array | None,
+    *,
+    scoring: str,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    renormalize: bool,
+) -> tuple[Array, Array]:
+    """logits [T, E] f32, bias [E] f32 or None -> topk_ids [T, k] int32, topk_weights [T, k] f32.
+
+    NaN counts as -inf and +inf as the largest finite f32, so that every row has legal distinct
+    ids and finite weights. Ties go to the lowest id.
+    """
+    largest = jnp.finfo(F32).max
+    scores = SCORING[scoring](jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), largest))
+    key = scores if bias is None else scores + bias
+    # -inf is kept for experts of losing groups, which must stay below every other key;
+    # lax.top_k orders -0.0 below 0.0, so zeros are made alike.
+    key = jnp.maximum(jnp.where(jnp.isnan(key), -largest, key), -largest)
+    key = jnp.where(key == 0, 0.0, key)
+    if num_groups > 1:
+        grouped = key.reshape(key.shape[0], num_groups, -1)
+        best = lax.top_k(grouped, min(2, grouped.shape[-1]) if bias is not None else 1)[0]
+        _, winners = lax.top_k(jnp.sum(best, axis=-1), top_groups)
+        survives = jnp.any(winners[:, :, None] == jnp.arange(num_groups), axis=1)
+        key = jnp.where(survives[:, :, None], grouped, -jnp.inf).reshape(key.shape)
+    topk_ids = lax.top_k(key, top_k)[1].astype(jnp.int32)
+    weights = jnp.take_along_axis(scores, topk_ids, axis=1)
+    if renormalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return topk_ids, weights
+
+
+def permute_index(
+    topk_ids: Array, *, num_experts: int, alignment: int, rows: int
+) -> tuple[Array, Array, Array]:
+    """topk_ids [T, k] -> src2dst [T, k], dst2src [rows] (token), m_indices [rows], all int32.
+
+    Rows of an expert are in (token, slot) order; -1 means "no row" and "padding".
+    """
+    top_k = topk_ids.shape[1]
+    ids = topk_ids.reshape(-1)
+    here = (ids >= 0) & (ids < num_experts)
+    ids = jnp.where(here, ids, num_experts)
+    counts = jnp.zeros(num_experts + 1, jnp.int32).at[ids].add(1)
+    segments = (-(-counts // alignment) * alignment).at[num_experts].set(0)
+    starts, offsets = jnp.cumsum(counts) - counts, jnp.cumsum(segments) - segments
+    order = jnp.argsort(ids, stable=True)
+    ids_sorted = ids[order]
+    dst_sorted = offsets[ids_sorted] + jnp.arange(ids.size) - starts[ids_sorted]
+    dst_sorted = jnp.where(ids_sorted < num_experts, dst_sorted, rows)
+    src2dst = jnp.zeros(ids.size, jnp.int32).at[order].set(dst_sorted.astype(jnp.int32))
+    dst2src = jnp.full(rows, -1, jnp.int32).at[dst_sorted].set(order // top_k, mode="drop")
+    m_indices = jnp.full(rows, -1, jnp.int32).at[dst_sorted].set(ids_sorted, mode="drop")
+    return jnp.where(here, src2dst, -1).reshape(topk_ids.shape), dst2src, m_indices
+
+
+def permute_rows(
+    values: Array, scales: Array | None, src2dst: Array, dst2src: Array
+) -> tuple[Array, Array | None]:
+    """values [T, K], scales [G, T4] or None -> values [rows, K], scales [G, rows] or None."""
+    src = jnp.maximum(dst2src, 0)
+    return values[src], None if scales is None else scales[:, src]
+
+
+def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Array]:
+    """x [M, K] bf16 or f32 -> values [M, K] float8_e4m3fn, scales [K / group, M4] f32, MN-major.
+
+    scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two.
+    A NaN or Inf makes its group's values NaN.
+    """
+    groups = x.astype(F32).reshape(x.shape[0], -1, group)
+    scales = scale_of(jnp.max(jnp.abs(groups), axis=-1), 448.0, ue8m0)
+    values = jnp.clip(groups / scales[..., None], -448.0, 448.0).astype(jnp.float8_e4m3fn)
+    tail = -x.shape[0] % 4
+    return values.reshape(x.shape), jnp.pad(scales.T, ((0, 0), (0, tail)))
+
+
+def scale_of(amax: Array, peak: float, ue8m0: bool) -> Array:
+    """max(amax, 1e-10) / peak in f32; with `ue8m0` the next power of two, exponent in 1..254."""
+    scale = jnp.maximum(amax, 1e-10) / peak
+    if not ue8m0:
+        return scale
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    exponent = jnp.clip((bits >> 23) + ((bits & 0x7FFFFF) != 0), 1, 254)
+    rounded = lax.bitcast_convert_type(exponent << 23, F32)
+    # An infinite or NaN scale must stay visible in the row it belongs to.
+    return jnp.where(jnp.isfinite(scale), rounded, scale)
+
+
+def _silu(gate: Array, up: Array, limit: float | None) -> Array:
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def _oai_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1.0)
+
+
+def _situ(gate: Array, up: Array, beta: float, linear_beta: float) -> Array:
+    gate = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate)
+    return gate * (linear_beta * jnp.tanh(up / linear_beta))
+
+
+ACTIVATION = {"silu": _silu, "oai_swiglu": _oai_swiglu, "situ": _situ}
+
+
+def _activate(gateup: Array, activation: str, params: tuple) -> Array:
+    gate, up = jnp.split(gateup.astype(F32), 2, axis=1)
+    return ACTIVATION[activation](gate, up, *params)
+
+
+def act(gateup: Array, m_indices: Array, *, activation: str, params: tuple) -> Array:
+    """gateup [M, 2I] bf16 -> [M, I] bf16."""
+    return _activate(gateup, activation, params).astype(gateup.dtype)
+
+
+def act_quant(
+    gateup: Array,
+    m_indices: Array,
+    *,
+    activation: str,
+    params: tuple,
+    group: int = 128,
+    ue8m0: bool = False,
+) -> tuple[Array, Array]:
+    """gateup [M, 2I] bf16 -> values [M, I] fp8, scales [I / group, M4]; f32 until quantised."""
+    return quant(_activate(gateup, activation, params), group=group, ue8m0=ue8m0)
+
+
+def gemm(
+    a: Array,
+    a_scales: Array | None,
+    b: Array,
+    b_scales: Array | None,
+    m_indices: Array,
+    *,
+    alignment: int,
+) -> Array:
+    """a [M, K] x b [E, N, K] -> [M, N] bf16; row r uses b[m_indices[r]], f32 accumulation.
+
+    A loop over blocks of `alignment` rows, each of one expert, that stops at the last real block:
+    `lax.ragged_dot` multiplies every row by every expert where it has no kernel of its own, and
+    batched products copy an expert's weights once per block.
+    """
+    num_rows, n = a.shape[0], b.shape[1]
+    tail = -num_rows % alignment
+    a = jnp.pad(a, ((0, tail), (0, 0)))
+    block_expert = jnp.pad(m_indices, (0, tail), constant_values=-1)[::alignment]
+    real = jnp.max(jnp.where(block_expert >= 0, jnp.arange(block_expert.size) + 1, 0))
+    if a_scales is not None:
+        a_scales = jnp.pad(a_scales[:, :num_rows].T, ((0, tail), (0, 0)))
+
+    def block(i, out):
+        expert = jnp.maximum(block_expert[i], 0)
+        rows = lax.dynamic_slice_in_dim(a, i * alignment, alignment)
+        weights = lax.dynamic_index_in_dim(b, expert, keepdims=False)
+        if a_scales is not None:
+            rows_scale = lax.dynamic_slice_in_dim(a_scales, i * alignment, alignment)
+            rows = rows.astype(F32) * jnp.repeat(rows_scale, 128, axis=1)
+            weights_scale = lax.dynamic_index_in_dim(b_scales, expert, keepdims=False)
+            spread = jnp.repeat(jnp.repeat(weights_scale, 128, axis=0), 128, axis=1)
+            weights = weights.astype(F32) * spread
+        product = lax.dot_general(
+            rows,
+            weights,
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=F32,
+        )
+        return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), i * alignment, 0)
+
+    out = jnp.zeros((num_rows + tail, n), jnp.bfloat16)
+    return lax.fori_loop(0, real, block, out)[:num_rows]
+
+
+def unpermute(
+    rows: Array,
+    src2dst: Array,
+    topk_weights: Array,
+    shared: Array | None,
+    *,
+    scaling_factor: float,
+) -> Array:
+    """rows [M, H] bf16 -> [T, H] bf16: each token's k rows, weighted and summed in slot order.
+
+    f32 throughout: sum, times `scaling_factor`, plus `shared` [T, H], then one rounding.
+    """
+    total = jnp.zeros((src2dst.shape[0], rows.shape[1]), F32)
+    for slot in range(src2dst.shape[1]):
+        dst = src2dst[:, slot, None]
+        row = rows[jnp.maximum(dst[:, 0], 0)].astype(F32)
+        total = jnp.where(dst >= 0, total + topk_weights[:, slot, None] * row, total)
+    total = total * scaling_factor
+    if shared is not None:
+        total = total + shared.astype(F32)
+    return total.astype(rows.dtype)

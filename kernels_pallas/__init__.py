@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels: one file per kernel, flat arrays in, flat arrays out."""
