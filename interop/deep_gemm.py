@@ -1,0 +1,371 @@
+"""DeepGEMM's grouped GEMMs inside ``jax.jit``: XLA FFI -> jax-tvm-ffi -> shim.cpp -> DeepGEMM.
+
+Needs torch (DeepGEMM's host side), ``sgl-deep-gemm``, ``jax-tvm-ffi``, ``apache-tvm-ffi``, ninja
+and a C++ compiler on the machine that runs it; all are imported when a GPU is first used. Wheels
+of sgl-deep-gemm up to 0.1.5 go with torch 2.11, later ones with torch 2.13: beside the wrong torch
+they fail with "dim == 2 or dim == 3". One process drives one GPU.
+
+The shim is compiled once for each machine and kept under ``DGMOE_JAX_CACHE_DIR``, else
+``XDG_CACHE_HOME/dgmoe_jax``, else ``~/.cache/dgmoe_jax``.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform as host_platform
+import shutil
+import tempfile
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+_FP8 = "m_grouped_fp8_fp4_gemm_nt_contiguous"
+_BF16 = "m_grouped_bf16_gemm_nt_contiguous"
+_TARGET, _EMULATED_TARGET = "dgmoe_", "dgmoe_emulated_"
+_SCALE_GROUP = 128
+_GPU_ALIGNMENTS = (32, 64, 128)
+_PACKAGES = {  # import name -> what pip calls it
+    "torch": "torch",
+    "tvm_ffi": "apache-tvm-ffi",
+    "jax_tvm_ffi": "jax-tvm-ffi",
+    "deep_gemm": "sgl-deep-gemm",
+    "ninja": "ninja",
+}
+_SHIM = pathlib.Path(__file__).with_name("shim.cpp")
+_lock = threading.Lock()
+_installed = set()
+
+
+def m_grouped_bf16_gemm_nt_contiguous(a, b, m_indices, *, alignment=128, emulate=False):
+    """Grouped GEMM on bf16 rows: row r of the result is ``a[r] @ b[m_indices[r]].T``, f32 inside.
+
+    Args:
+      a: [M, K] bfloat16, K a multiple of 64. M = 0 is allowed.
+      b: [E, N, K] bfloat16, N a multiple of 8.
+      m_indices: [M] int32, the expert of each row, -1 for padding. All live rows of a block of
+        ``alignment`` rows name the same expert and come first in the block.
+      alignment: rows in a block: 32, 64 or 128; with ``emulate`` any multiple of 8.
+      emulate: run the same chain on a CPU, with a numpy emulator in DeepGEMM's place.
+
+    Returns:
+      [M, N] bfloat16. Rows whose m_indices is -1 are unspecified.
+
+    Raises:
+      TypeError, ValueError: a dtype, shape or alignment that the kernel cannot take.
+      NotImplementedError: DeepGEMM cannot run here; the text says what is missing.
+    """
+    _check_operands(a, b, m_indices, jnp.bfloat16, 64, alignment, emulate)
+    return _call((a, b), m_indices, name=_BF16, alignment=alignment, emulate=emulate)
+
+
+def m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, m_indices, *, alignment=128, emulate=False):
+    """Grouped GEMM on FP8 rows with f32 scales; otherwise as the bf16 one. Needs an SM90 GPU.
+
+    Args:
+      a: pair of values [M, K] float8_e4m3fn, K a multiple of 128, and scales [K/128, M4] float32,
+        M4 = M rounded up to 4. One scale per row and 128 values; columns past M are never used.
+        DeepGEMM sees the transposed view: shape (M, K/128), strides (1, M4).
+      b: pair of values [E, N, K] float8_e4m3fn, N a multiple of 8, and scales
+        [E, ceil(N/128), K/128] float32, one per 128 x 128 block.
+      m_indices, alignment, emulate: as for bf16.
+
+    Returns:
+      [M, N] bfloat16. Rows whose m_indices is -1 are unspecified.
+
+    Raises:
+      TypeError, ValueError: a dtype, shape or alignment that the kernel cannot take.
+      NotImplementedError: DeepGEMM cannot run here; the text says what is missing.
+    """
+    (a, a_scales), (b, b_scales) = a, b
+    _check_operands(a, b, m_indices, jnp.float8_e4m3fn, _SCALE_GROUP, alignment, emulate)
+    (rows, depth), (experts, columns, _) = a.shape, b.shape
+    groups = depth // _SCALE_GROUP
+    _check("scales of a", a_scales, jnp.float32, (groups, -(-rows // 4) * 4))
+    _check("scales of b", b_scales, jnp.float32, (experts, -(-columns // _SCALE_GROUP), groups))
+    operands = (a, a_scales, b, b_scales)
+    return _call(operands, m_indices, name=_FP8, alignment=alignment, emulate=emulate)
+
+
+def gemm(a, a_scales, b, b_scales, m_indices, *, alignment, emulate=False):
+    """The layer's GEMM step: FP8 when both scales are given, bf16 when both are None.
+
+    Shapes, result and errors are those of the two functions above.
+    """
+    if (a_scales is None) != (b_scales is None):
+        raise ValueError("a_scales and b_scales must both be given (FP8) or both be None (bf16)")
+    if a_scales is None:
+        return m_grouped_bf16_gemm_nt_contiguous(
+            a, b, m_indices, alignment=alignment, emulate=emulate
+        )
+    return m_grouped_fp8_fp4_gemm_nt_contiguous(
+        (a, a_scales), (b, b_scales), m_indices, alignment=alignment, emulate=emulate
+    )
+
+
+def availability():
+    """None when DeepGEMM can run here, else the reason as a sentence. Builds and imports nothing.
+
+    Asks JAX for its default backend, so it starts JAX's backends if nothing has yet.
+    """
+    if jax.default_backend() != "gpu":
+        return f"DeepGEMM needs a GPU, and JAX's default backend is {jax.default_backend()!r}"
+    capability = _capability()
+    if capability not in ("9.0", "10.0"):
+        return f"DeepGEMM needs an sm_90 or sm_100 GPU, and this one has capability {capability}"
+    return _missing_software(_PACKAGES)
+
+
+def _capability():
+    return str(getattr(jax.devices()[0], "compute_capability", None))
+
+
+def _missing_software(packages):
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(_PACKAGES[name] for name in missing)
+        return f"DeepGEMM's bridge needs {', '.join(missing)}: pip install {names}"
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler.split()[0]) is None:
+        return f"DeepGEMM's bridge needs a C++ compiler, and there is no {compiler!r}: install g++"
+    return None
+
+
+def _check(name, array, dtype, shape):
+    if array.dtype != dtype:
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be {jnp.dtype(dtype).name}")
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
+
+
+def _check_operands(a, b, m_indices, dtype, depth_step, alignment, emulate):
+    if a.ndim != 2 or b.ndim != 3:
+        raise ValueError(f"a must be [M, K] and b [E, N, K]; their shapes are {a.shape}, {b.shape}")
+    (rows, depth), (experts, columns, _) = a.shape, b.shape
+    _check("a", a, dtype, (rows, depth))
+    _check("b", b, dtype, (experts, columns, depth))
+    _check("m_indices", m_indices, jnp.int32, (rows,))
+    if depth == 0 or depth % depth_step:
+        raise ValueError(f"K is {depth}; it must be a positive multiple of {depth_step}")
+    if experts == 0 or columns == 0 or columns % 8:
+        raise ValueError(
+            f"b has E = {experts}, N = {columns}; E must be positive, N a positive multiple of 8"
+        )
+    if emulate and (alignment <= 0 or alignment % 8):
+        raise ValueError(f"alignment is {alignment}; the emulator takes positive multiples of 8")
+    if not emulate and alignment not in _GPU_ALIGNMENTS:
+        raise ValueError(f"alignment is {alignment}; DeepGEMM takes one of {_GPU_ALIGNMENTS}")
+
+
+# Identity that exists to be lowered: what a computation is lowered for is known only then, and
+# ffi_call alone would leave a CPU program to fail with an unknown custom call.
+_gate_p = Primitive("dgmoe_deep_gemm_gate")
+_gate_p.def_abstract_eval(lambda x, *, emulate: x)
+
+
+def _gate_lowering(ctx, x, *, emulate):
+    platforms = ctx.module_context.platforms
+    if emulate:
+        raise NotImplementedError(
+            f"the CPU emulator of DeepGEMM cannot be lowered for {platforms}: it reads host memory"
+        )
+    raise NotImplementedError(
+        f"DeepGEMM needs a GPU and this is lowered for {platforms}. "
+        'backend="xla" runs here; backend="emulator" runs DeepGEMM\'s CPU emulator'
+    )
+
+
+def _allowed_when(emulated):
+    def lowering(ctx, x, *, emulate):
+        return [x] if emulate == emulated else _gate_lowering(ctx, x, emulate=emulate)
+
+    return lowering
+
+
+mlir.register_lowering(_gate_p, _gate_lowering)
+mlir.register_lowering(_gate_p, _allowed_when(True), platform="cpu")
+mlir.register_lowering(_gate_p, _allowed_when(False), platform="cuda")
+
+
+@functools.partial(jax.jit, static_argnames=("name", "alignment", "emulate"), inline=True)
+def _call(operands, m_indices, *, name, alignment, emulate):
+    a, b = operands[0], operands[len(operands) // 2]
+    rows, columns = a.shape[0], b.shape[1]
+    if rows == 0:
+        return jnp.zeros((0, columns), jnp.bfloat16)
+    if emulate:
+        _install("cpu")
+    elif jax.default_backend() == "gpu":
+        reason = availability()
+        if reason is None and name == _FP8 and _capability() != "9.0":
+            reason = "DeepGEMM's SM100 FP8 kernels want packed UE8M0 scales, not f32; bf16 runs"
+        if reason is not None:
+            raise NotImplementedError(reason)
+        _install("gpu")
+    # The FP8 kernel reads m_indices at every 64th row of a block, also past M.
+    if rows % alignment:
+        m_indices = jnp.pad(m_indices, (0, -rows % alignment), constant_values=-1)
+    *operands, m_indices = _vary_alike(*operands, m_indices)
+    m_indices = _gate_p.bind(m_indices, emulate=emulate)
+    like = jax.typeof(operands[0])
+    result = jax.ShapeDtypeStruct(
+        (rows, columns),
+        jnp.bfloat16,
+        sharding=like.sharding,
+        manual_axis_type=like.manual_axis_type,
+    )
+    target = (_EMULATED_TARGET if emulate else _TARGET) + name
+    return jax.ffi.ffi_call(target, result)(*operands, m_indices, alignment=np.int64(alignment))
+
+
+def _vary_alike(*arrays):
+    """Inside shard_map, ffi_call wants all operands to vary over the same mesh axes."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
+        for x, axes in zip(arrays, varying, strict=True)
+    ]
+
+
+def _install(platform):
+    """Builds the shim, gives it its functions and registers its targets; once per process."""
+    with _lock:
+        if platform in _installed:
+            return
+        if platform == "cpu":
+            reason = _missing_software(("tvm_ffi", "jax_tvm_ffi", "ninja"))
+            if reason is not None:
+                raise NotImplementedError(reason)
+        import jax_tvm_ffi
+        import tvm_ffi
+
+        if platform == "gpu":
+            import deep_gemm
+            import torch
+
+            # Before any stream guard: it brings up torch's side of the context that XLA uses.
+            torch.cuda.init()
+            functions = _deep_gemm_functions(deep_gemm)
+        else:
+            from .emulator import m_grouped_gemm_nt_contiguous
+
+            emulator = tvm_ffi.convert(m_grouped_gemm_nt_contiguous)
+            functions = (emulator, [], emulator, [], None, None)
+        shim = tvm_ffi.load_module(str(_build_shim(platform)))
+        shim.install(*functions)
+        prefix = _EMULATED_TARGET if platform == "cpu" else _TARGET
+        for name in (_FP8, _BF16):
+            jax_tvm_ffi.register_ffi_target(
+                prefix + name,
+                shim.get_function(name),
+                arg_spec=["args", "rets", "attrs.alignment"],
+                platform=platform,
+            )
+        _installed.add(platform)
+
+
+def _deep_gemm_functions(deep_gemm):
+    # _C takes positional arguments, and which follow the tensors differs between wheels: run the
+    # wheel's own Python wrapper with a stand-in for _C and see what it passes on.
+    core = deep_gemm._C
+    a, a_scales, b, b_scales, d, m_indices = (object() for _ in range(6))
+    fp8_tail = _passed_on(
+        getattr(deep_gemm, _FP8),
+        ((a, a_scales), (b, b_scales), d, m_indices),
+        [a, a_scales, b, b_scales, d, m_indices],
+    )
+    bf16_tail = _passed_on(getattr(deep_gemm, _BF16), (a, b, d, m_indices), [a, b, d, m_indices])
+    return (
+        *(getattr(core, _FP8), fp8_tail),
+        *(getattr(core, _BF16), bf16_tail),
+        core.get_mk_alignment_for_contiguous_layout,
+        core.set_mk_alignment_for_contiguous_layout,
+    )
+
+
+def _passed_on(wrapper, args, tensors):
+    """What a wrapper of deep_gemm passes to ``_C`` after the tensors when called with ``args``."""
+    calls = []
+
+    class StandIn:
+        def __getattr__(self, name):
+            return lambda *passed: calls.append((name, passed))
+
+    probe = types.FunctionType(
+        wrapper.__code__,
+        {**wrapper.__globals__, "_C": StandIn()},
+        wrapper.__name__,
+        wrapper.__defaults__,
+        wrapper.__closure__,
+    )
+    probe(*args)
+    if len(calls) == 1 and calls[0][0] == wrapper.__name__:
+        passed = list(calls[0][1])
+        head, tail = passed[: len(tensors)], passed[len(tensors) :]
+        if all(x is y for x, y in zip(head, tensors, strict=True)):
+            return tail
+    raise NotImplementedError(
+        f"deep_gemm.{wrapper.__name__} does not call _C the way that sgl-deep-gemm 0.1.5 and "
+        f"0.2.0 do; it made the calls {calls}"
+    )
+
+
+def _cache_dir():
+    if chosen := os.environ.get("DGMOE_JAX_CACHE_DIR"):
+        return pathlib.Path(chosen)
+    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(caches) / "dgmoe_jax"
+
+
+def _build_shim(platform):
+    """Path of the compiled shim. Processes that build at once each build; the last rename stays."""
+    import ninja
+    import tvm_ffi.cpp
+
+    flags = {"extra_cflags": ["-std=c++20"]}
+    torch_version = None
+    if platform == "gpu":
+        import deep_gemm.cuda_helpers
+        import torch
+
+        torch_version = torch.__version__
+        root = pathlib.Path(torch.__file__).parent
+        abi = int(torch.compiled_with_cxx11_abi())
+        flags["extra_cflags"] += ["-DDGMOE_CUDA", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+        flags["extra_include_paths"] = [
+            str(root / "include"),
+            f"{deep_gemm.cuda_helpers.find_cuda_home()}/include",
+        ]
+        flags["extra_ldflags"] = [f"-L{root / 'lib'}", "-lc10", "-lc10_cuda"]
+    identity = (
+        _SHIM.read_text(),
+        torch_version,
+        importlib.metadata.version("apache-tvm-ffi"),
+        host_platform.machine(),
+        flags,
+    )
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    library = _cache_dir() / f"shim_{platform}_{key}.so"
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # tvm_ffi looks for ninja on PATH, where it is not when Python runs from an inactive venv.
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((path, ninja.BIN_DIR))
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = tvm_ffi.cpp.build(
+                "shim", sources=[str(_SHIM)], build_directory=scratch, **flags
+            )
+            os.replace(built, library)
+    finally:
+        os.environ["PATH"] = path
+    return library
