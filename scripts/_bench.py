@@ -1,0 +1,61 @@
+"""What the benches share: what ran, timing, peak rates, and lines of JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+PEAK_FLOPS = {"bf16": 0.7e15, "fp8_block": 1.4e15}
+PEAK_BYTES = 4.3e12
+"""What one H200 reaches: dense matrix rate by recipe, device-to-device copy rate (read + write)."""
+
+
+def environment() -> dict:
+    """GPU and versions, as every line of bench/*.jsonl carries them."""
+    versions = {"python": sys.version.split()[0]}
+    for package in ("jax", "jaxlib", "torch", "sgl-deep-gemm", "jax-tvm-ffi", "apache-tvm-ffi"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": jax.devices()[0].device_kind,
+        "versions": versions,
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def median_us(call: Callable[[], object], *, repeats: int = 20, warmups: int = 3) -> float:
+    """Median wall time of `call` until its result is ready, in microseconds."""
+    for _ in range(warmups):
+        jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def copy_bytes_per_s(num_bytes: int = 2**32) -> float:
+    """Rate of a device-to-device copy, counting bytes read and written."""
+    source = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
+    # Adding a runtime value keeps XLA from turning the copy into nothing.
+    copy = jax.jit(lambda x, one: x + one)
+    return 2 * num_bytes / median_us(lambda: copy(source, jnp.uint32(1)), repeats=10) * 1e6
+
+
+def append(path: Path, record: dict) -> None:
+    """Add one line to a JSONL file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
