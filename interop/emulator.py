@@ -61,8 +61,8 @@ def m_grouped_gemm_nt_contiguous(*integers):
         the number of rows in a block.
 
     A block whose first m_indices is -1 is left untouched, and in FP8 so are 64 rows of a block
-    that start with -1. (On a GPU such rows get zeros or products of padding; nobody may read
-    them.)
+    that start with -1. (On an H200 such rows get zeros in FP8, and in bf16 whatever expert 0 makes
+    of the padding; nobody may read them.)
 
     Raises:
       ValueError, TypeError: memory that DeepGEMM would refuse or read wrongly.
