@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from dgmoe_jax.recipes import Format, format_named
 from dgmoe_jax.types import Scaled
-from dgmoe_jax.xla import scale_of
+from dgmoe_jax.xla import divide, scale_of
 
 
 def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scaled:
@@ -38,7 +38,7 @@ def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scal
         raise ValueError(f"x: shape {x.shape} does not fit {fmt.name}")
     x = x.astype(jnp.float32)
     scales = scale_of(_amax(jnp.abs(x), fmt.group), fmt.peak, fmt.ue8m0)
-    values = jnp.clip(x / spread(scales, fmt.group, x.shape), -fmt.peak, fmt.peak)
+    values = jnp.clip(divide(x, spread(scales, fmt.group, x.shape)), -fmt.peak, fmt.peak)
     if fmt.packed == 2:
         nibbles = lax.bitcast_convert_type(values.astype(jnp.float4_e2m1fn), jnp.uint4)
         low, high = nibbles[..., ::2].astype(jnp.uint8), nibbles[..., 1::2].astype(jnp.uint8)

@@ -100,14 +100,24 @@ def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Ar
     """
     groups = x.astype(F32).reshape(x.shape[0], -1, group)
     scales = scale_of(jnp.max(jnp.abs(groups), axis=-1), 448.0, ue8m0)
-    values = jnp.clip(groups / scales[..., None], -448.0, 448.0).astype(jnp.float8_e4m3fn)
+    values = divide(groups, scales[..., None])
+    values = jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn)
     tail = -x.shape[0] % 4
     return values.reshape(x.shape), jnp.pad(scales.T, ((0, 0), (0, tail)))
 
 
+def divide(x: Array, y: Array) -> Array:
+    """x / y, correctly rounded.
+
+    XLA turns division by anything broadcast into multiplication by its reciprocal, an ulp away;
+    behind the barrier it cannot see the broadcast.
+    """
+    return x / lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
+
+
 def scale_of(amax: Array, peak: float, ue8m0: bool) -> Array:
     """max(amax, 1e-10) / peak in f32; with `ue8m0` the next power of two, exponent in 1..254."""
-    scale = jnp.maximum(amax, 1e-10) / peak
+    scale = divide(jnp.maximum(amax, 1e-10), jnp.float32(peak))
     if not ue8m0:
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.int32)
