@@ -50,6 +50,16 @@ def get(step: str, backend: str) -> Callable:
     return functools.partial(fn, interpret=True) if backend == "emulator" else fn
 
 
+def gate(x, backend: str):
+    """x itself, refused when a program is lowered for a platform that `backend` does not run on.
+
+    Only lowering knows the platform: a CPU may lower a program for a GPU that it does not have.
+    """
+    if backend == "xla":
+        return x
+    return _load("interop.deep_gemm:gate")(x, emulate=backend == "emulator")
+
+
 def current_arch() -> str:
     """The default device as `plan` names it: "cpu", "sm90", "sm100", ..., or "gpu" if unknown."""
     import jax

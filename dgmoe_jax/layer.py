@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from dgmoe_jax import checks
+from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Plan, alignment_for
 from dgmoe_jax.plan import plan as make_plan
@@ -58,6 +58,7 @@ def moe_layer(
         return jnp.zeros_like(x)
     fmt = RECIPES[cfg.recipe].activations
     backend = plan.backend
+    x = backends.gate(x, backend)
 
     if routing is None:
         logits = routing_step.router_logits(x, params.gate_weight)

@@ -164,6 +164,11 @@ def _check_operands(a, b, m_indices, dtype, depth_step, alignment, emulate):
         raise ValueError(f"alignment is {alignment}; DeepGEMM takes one of {_GPU_ALIGNMENTS}")
 
 
+def gate(x, *, emulate=False):
+    """x itself. Lowered for a platform where these GEMMs cannot run: NotImplementedError."""
+    return _gate_p.bind(x, emulate=emulate)
+
+
 # Identity that exists to be lowered: what a computation is lowered for is known only then, and
 # ffi_call alone would leave a CPU program to fail with an unknown custom call.
 _gate_p = Primitive("dgmoe_deep_gemm_gate")
@@ -213,7 +218,7 @@ def _call(operands, m_indices, *, name, alignment, emulate):
     if rows % alignment:
         m_indices = jnp.pad(m_indices, (0, -rows % alignment), constant_values=-1)
     *operands, m_indices = _vary_alike(*operands, m_indices)
-    m_indices = _gate_p.bind(m_indices, emulate=emulate)
+    m_indices = gate(m_indices, emulate=emulate)
     like = jax.typeof(operands[0])
     result = jax.ShapeDtypeStruct(
         (rows, columns),
