@@ -1,0 +1,159 @@
+"""What the kernels share: launching, register layouts, loads that work in interpret mode too."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+F32, I32, BF16, FP8 = jnp.float32, jnp.int32, jnp.bfloat16, jnp.float8_e4m3fn
+
+WARPS, LANES = 4, 32  # of one warpgroup, the unit that runs a kernel body
+
+# jax 0.11 deprecates load's separate index argument, which 0.10 requires.
+_LOAD_ARGS = (
+    (None,)
+    if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
+    else ()
+)
+# 0.11.2 made warpgroup semantics the default; there layouts are inferred, here they are chosen.
+_PARAMS = functools.partial(plgpu.CompilerParams, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+def interpreter() -> object:
+    """Parameters of Mosaic GPU interpret mode: unwritten memory reads as NaN or the largest int."""
+    try:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    except ImportError as e:
+        raise NotImplementedError(
+            f"jax {jax.__version__} has no Mosaic GPU interpret mode where jax 0.10.2 and 0.11.2, "
+            "the versions tried, keep it (jax._src.pallas.mosaic_gpu.interpret.params); run on a "
+            "GPU or use one of those versions"
+        ) from e
+    return InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+def launch(
+    body: Callable,
+    out_type: object,
+    *,
+    grid: dict[str, int],
+    interpret: bool,
+    scratch: tuple = (),
+    barriers: bool = True,
+) -> Callable:
+    """`plgpu.kernel` over `grid` (name -> size; the last name varies fastest).
+
+    `barriers=False` is for bodies in which no thread reads memory that another thread of the
+    block wrote, unless `plgpu.commit_smem` (a barrier) stands between.
+    """
+    names = {"out_type": out_type, "scratch_types": scratch}
+    if "out_type" not in inspect.signature(plgpu.kernel).parameters:
+        names = {"out_shape": out_type, "scratch_shapes": scratch}
+    return plgpu.kernel(
+        body,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=_PARAMS(unsafe_no_auto_barriers=not barriers),
+        interpret=interpreter() if interpret else False,
+        **names,
+    )
+
+
+def pow2_floor(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def vector(n: int, vec: int = 1, warps: int = WARPS) -> plgpu.ParameterizedLayout:
+    """Layout of [n], n a multiple of warps * 32 * vec or a power of two times vec: a thread holds
+    `vec` neighbours. Fewer elements than threads are spread over the warps first; the rest of the
+    threads hold copies."""
+    warps = min(warps, n // vec)
+    lanes = min(LANES, n // (vec * warps))
+    tiles = [(warps * lanes * vec,)]
+    if warps > 1:
+        tiles.append((lanes * vec,))
+    if lanes > 1:
+        tiles.append((vec,))
+    warp_dim = -3 if lanes > 1 else -2
+    return _layout(tiles, (warps, warp_dim), (lanes, -2))
+
+
+def spread_rows(rows: int, cols: int, vec: int) -> plgpu.ParameterizedLayout:
+    """Layout of [rows, cols], powers of two or multiples of a tile: a row lies within one warp, so
+    that reducing over columns needs no shared memory; a warp takes several short rows."""
+    lanes = min(LANES, cols // vec)
+    in_warp = min(LANES // lanes, max(1, rows // WARPS))
+    warps = min(WARPS, rows // in_warp)
+    tiles = [(warps * in_warp, lanes * vec)]
+    if in_warp == 1:
+        if lanes > 1:
+            tiles.append((vec,))
+        return _layout(tiles, (warps, -3 if lanes > 1 else -2), (lanes, -2))
+    if warps > 1:
+        tiles.append((in_warp, lanes * vec))
+    if lanes == 1:
+        return _layout(tiles, (warps, -4), (in_warp, -2))
+    tiles.append((vec,))
+    return _layout(tiles, (warps, -5), (in_warp, -3), (lanes, -2))
+
+
+def _layout(
+    tiles: list[tuple[int, ...]], warps: tuple[int, int], *lanes: tuple[int, int]
+) -> plgpu.ParameterizedLayout:
+    """A TILED layout from (count, dimension) of warps and lanes; missing ones hold copies. Mosaic
+    wants dimensions of size 1 left out."""
+
+    def partition(parts: tuple[tuple[int, int], ...], total: int) -> tuple:
+        copies = total // math.prod(n for n, _ in parts)
+        named = tuple(dim for n, dim in parts if n > 1)
+        return (plgpu.Replicated(copies), *named) if copies > 1 else named
+
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tuple(tiles)),
+        warp_dims=partition((warps,), WARPS),
+        lane_dims=partition(lanes, LANES),
+        vector_dim=-1,
+    )
+
+
+class Registers:
+    """Loads and casts that name a register layout on a GPU; interpret mode knows no layouts."""
+
+    def __init__(self, interpret: bool):
+        self.interpret = interpret
+
+    def cast(self, x: Array, layout: plgpu.ParameterizedLayout) -> Array:
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+    def load(self, ref: object, layout: plgpu.ParameterizedLayout) -> Array:
+        """Reads `ref`, in global or shared memory; the innermost dimension in whole vectors."""
+        if self.interpret:
+            return ref[...]
+        return plgpu.load(ref, *_LOAD_ARGS, layout=layout, optimized=False)
+
+    def full(self, shape: tuple, value: int, layout: plgpu.ParameterizedLayout) -> Array:
+        """int32 that fills registers of `layout`, as a loop carry must."""
+        return self.cast(jnp.full(shape, value, I32), layout)
+
+    def iota(self, shape: tuple, dim: int, layout: plgpu.ParameterizedLayout) -> Array:
+        return self.cast(lax.broadcasted_iota(I32, shape, dim), layout)
+
+    def divide(self, x: Array, by: float) -> Array:
+        """x / by, rounded once. XLA, which runs interpret mode, would multiply by 1 / by."""
+        if self.interpret:
+            return x / lax.optimization_barrier(jnp.full_like(x, by))
+        return x / by
+
+    def along_rows(self, x: Array, shape: tuple, layout: plgpu.ParameterizedLayout) -> Array:
+        """[rows] -> [rows, cols], x repeated along columns; x is a row reduction in `layout`. One
+        row is a scalar, which needs no spreading."""
+        if not x.shape:
+            return x
+        return self.cast(lax.broadcast_in_dim(x, shape, (0,)), layout)
