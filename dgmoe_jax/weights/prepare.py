@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from dgmoe_jax import checks
 from dgmoe_jax.config import MoEConfig
@@ -115,10 +115,13 @@ def _operand(
 
     def one_expert(w: Array) -> tuple[Array, Array | None]:
         scaled = quantize(_pad(w[None], (1, parts, n, k))[0], fmt)
-        return scaled.values, scaled.scales
+        return lax.bitcast_convert_type(scaled.values, bits), scaled.scales
 
-    # lax.map keeps the f32 copy that quantising needs to one expert at a time.
-    return Scaled(*jax.jit(lambda w: jax.lax.map(one_expert, w))(weight), fmt)
+    # lax.map keeps the f32 copy that quantising needs to one expert at a time. It stacks bits,
+    # since XLA on a CPU converts a whole stack of float8 to another float at every step.
+    bits = jnp.uint16 if jnp.dtype(fmt.dtype).itemsize == 2 else jnp.uint8
+    values, scales = jax.jit(lambda w: lax.map(one_expert, w))(weight)
+    return Scaled(lax.bitcast_convert_type(values, fmt.dtype), scales, fmt)
 
 
 def _pad(weight: Array, halves: tuple[int, int, int, int]) -> Array:
