@@ -169,6 +169,10 @@ def act_quant(
     return quant(_activate(gateup, activation, params), group=group, ue8m0=ue8m0)
 
 
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize])
+
+
 def gemm(
     a: Array,
     a_scales: Array | None,
@@ -191,11 +195,15 @@ def gemm(
     real = jnp.max(jnp.where(block_expert >= 0, jnp.arange(block_expert.size) + 1, 0))
     if a_scales is not None:
         a_scales = jnp.pad(a_scales[:, :num_rows].T, ((0, tail), (0, 0)))
+    # Slices are cut from bits: XLA on a CPU would convert all of a float8 array to cut one.
+    a_bits, b_bits = _bits(a), _bits(b)
 
     def block(i, out):
         expert = jnp.maximum(block_expert[i], 0)
-        rows = lax.dynamic_slice_in_dim(a, i * alignment, alignment)
-        weights = lax.dynamic_index_in_dim(b, expert, keepdims=False)
+        rows = lax.dynamic_slice_in_dim(a_bits, i * alignment, alignment)
+        rows = lax.bitcast_convert_type(rows, a.dtype)
+        weights = lax.dynamic_index_in_dim(b_bits, expert, keepdims=False)
+        weights = lax.bitcast_convert_type(weights, b.dtype)
         if a_scales is not None:
             rows_scale = lax.dynamic_slice_in_dim(a_scales, i * alignment, alignment)
             rows = rows.astype(F32) * jnp.repeat(rows_scale, 128, axis=1)
