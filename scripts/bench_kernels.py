@@ -95,9 +95,9 @@ def difference(got, want) -> float:
     """Largest relative (Frobenius) difference between corresponding arrays."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        if not np.array_equal(a, b):
-            worst = max(worst, float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        if not jnp.array_equal(a, b):
+            worst = max(worst, float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)))
     return worst
 
 
