@@ -90,7 +90,7 @@ def choose_tile(m: int, n: int, alignment: int) -> Tile:
         columns, warpgroups = 256, 2
     else:
         columns, warpgroups = 128, 2
-    widths = tuple(w for w in (32, 64) if w < alignment) + (alignment,)
+    widths = (*(w for w in (32, 64) if w < alignment), alignment)
     return Tile(columns, warpgroups, widths, most_stages(columns, warpgroups, alignment))
 
 
@@ -117,7 +117,8 @@ def gemm_tiled(
     interpret: bool,
 ) -> Array:
     """`gemm` with the tile given."""
-    live_m, (experts, n, k) = a.shape[0], b.shape
+    live_m, k = a.shape
+    n = b.shape[1]
     if live_m == 0:
         return jnp.zeros((0, n), BF16)
     tail = -live_m % tile.rows
@@ -210,7 +211,7 @@ def gemm_tiled(
         def wgmma_operands(slot, width, half, rows):
             weights = pl.ds(warpgroup * own_rows + half * _WGMMA_ROWS, rows)
             tokens = a_smem.at[slot, pl.ds(0, width)]
-            return b_smem.at[slot, weights], plgpu.transpose_ref(tokens, (1, 0))
+            return b_smem.at[slot, weights], tokens.transpose((1, 0))
 
         def accumulate_in_place(width, first):
             """bf16: the tensor cores keep the sum."""
@@ -231,7 +232,8 @@ def gemm_tiled(
                 return total
 
             total = pl.run_scoped(scope, plgpu.ACC((own_rows, width)))
-            return jnp.split(total, tile.halves) if tile.halves > 1 else [total]
+            starts = range(0, own_rows, _WGMMA_ROWS)
+            return [lax.slice(total, (r, 0), (r + _WGMMA_ROWS, width)) for r in starts]
 
         def product(slot, width, half):
             weights, tokens = wgmma_operands(slot, width, half, _WGMMA_ROWS)
@@ -286,7 +288,7 @@ def gemm_tiled(
                     staged[...] = total.T
                 else:
                     total = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-                    plgpu.transpose_ref(staged, (1, 0))[...] = total
+                    staged.transpose((1, 0))[...] = total
                 plgpu.commit_smem()
                 first_column = column * tile.columns + warpgroup * own_rows + half * _WGMMA_ROWS
                 plgpu.copy_smem_to_gmem(
