@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -76,13 +77,17 @@ def vector(n: int, vec: int = 1, warps: int = WARPS) -> plgpu.ParameterizedLayou
     threads hold copies."""
     warps = min(warps, n // vec)
     lanes = min(LANES, n // (vec * warps))
+    if vec == 1 and warps > 1:
+        # Neighbours in different warps, for loads from shared memory at any offset: neighbours in
+        # one warp jax 0.11 loads by `ldmatrix`, which traps on rows that are not 16-byte aligned.
+        tiles = [(lanes * warps,), *([(warps,)] if lanes > 1 else []), (1,)]
+        return _layout(tiles, (warps, -2), (lanes, -3))
     tiles = [(warps * lanes * vec,)]
     if warps > 1:
         tiles.append((lanes * vec,))
     if lanes > 1:
         tiles.append((vec,))
-    warp_dim = -3 if lanes > 1 else -2
-    return _layout(tiles, (warps, warp_dim), (lanes, -2))
+    return _layout(tiles, (warps, -3 if lanes > 1 else -2), (lanes, -2))
 
 
 def spread_rows(rows: int, cols: int, vec: int) -> plgpu.ParameterizedLayout:
@@ -132,9 +137,10 @@ class Registers:
     def cast(self, x: Array, layout: plgpu.ParameterizedLayout) -> Array:
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
-    def load(self, ref: object, layout: plgpu.ParameterizedLayout) -> Array:
-        """Reads `ref`, in global or shared memory; the innermost dimension in whole vectors."""
-        if self.interpret:
+    def load(self, ref: object, layout: plgpu.ParameterizedLayout | None) -> Array:
+        """Reads `ref`, in global or shared memory; the innermost dimension in whole vectors. A
+        scalar has no layout."""
+        if self.interpret or layout is None:
             return ref[...]
         return plgpu.load(ref, *_LOAD_ARGS, layout=layout, optimized=False)
 
@@ -146,10 +152,22 @@ class Registers:
         return self.cast(lax.broadcasted_iota(I32, shape, dim), layout)
 
     def divide(self, x: Array, by: float) -> Array:
-        """x / by, rounded once. XLA, which runs interpret mode, would multiply by 1 / by."""
-        if self.interpret:
+        """x / by, rounded correctly."""
+        if self.interpret:  # XLA would multiply by the inverse of a constant
             return x / lax.optimization_barrier(jnp.full_like(x, by))
-        return x / by
+        quotient = _quotient(x, by, float(np.float32(1) / np.float32(by)))
+        return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)  # Inf has no remainder
+
+    def divide_rows(self, x: Array, by: Array, layout: plgpu.ParameterizedLayout) -> Array:
+        """x [rows, cols] / by [rows], positive or NaN; rounded correctly. One row: a scalar."""
+        if self.interpret:
+            return x / self.along_rows(by, x.shape, layout)
+        inverse = 1.0 / by
+        # With by = Inf the remainder must be that of x / huge: x itself, times an inverse of 0.
+        by = jnp.where(by == jnp.inf, 0.0, by)
+        inverse = inverse + inverse * (1.0 - by * inverse)
+        by, inverse = (self.along_rows(v, x.shape, layout) for v in (by, inverse))
+        return _quotient(x, by, inverse)
 
     def along_rows(self, x: Array, shape: tuple, layout: plgpu.ParameterizedLayout) -> Array:
         """[rows] -> [rows, cols], x repeated along columns; x is a row reduction in `layout`. One
@@ -157,3 +175,24 @@ class Registers:
         if not x.shape:
             return x
         return self.cast(lax.broadcast_in_dim(x, shape, (0,)), layout)
+
+
+def _quotient(x: Array, by: Array | float, inverse: Array | float) -> Array:
+    """x / by, rounded correctly: Mosaic's own division is not, since XLA's options for the GPU make
+    it approximate. `inverse` is 1 / by, rounded. The remainder is exact in the fused multiply-adds
+    that Mosaic's arithmetic allows, and adding its share rounds right (Markstein's theorem)."""
+    quotient = x * inverse
+    return quotient + (x - quotient * by) * inverse
+
+
+def pipelined(first: Array, count: Array | int, load: Callable, compute: Callable) -> None:
+    """compute(i, load(i)) for `count` >= 1 values of i from `first`, each load issued before the
+    computation that precedes it."""
+
+    def step(i, loaded):
+        ahead = load(first + i + 1)
+        compute(first + i, loaded)
+        return ahead
+
+    last = lax.fori_loop(0, count - 1, step, load(first))
+    compute(first + count - 1, last)

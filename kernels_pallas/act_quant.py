@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, I32, Registers, launch, vector
+from ._common import BF16, F32, I32, Registers, launch, pipelined, vector
 from .quant import (
     GROUP,
+    block_grid,
+    block_groups,
     block_rows,
     check_group,
     quantize_tile,
@@ -19,6 +22,8 @@ from .quant import (
     row_layout,
     tile_rows,
 )
+
+LOG2E = math.log2(math.e)
 
 
 def act(
@@ -104,25 +109,27 @@ def _gated(
     layout = row_layout(tile)
 
     def kernel(gateup_ref, m_indices_ref, *out_refs):
-        rows, g = block_rows(lax.axis_index("m"), tile, m), lax.axis_index("g")
+        rows = block_rows(lax.axis_index("m"), tile, m)
         if tile == 1:
             live = m_indices_ref[rows] >= 0
         else:
             live = jnp.max(regs.load(m_indices_ref.at[rows], vector(tile, warps=1))) >= 0
 
+        def load(g):
+            return [regs.load(gateup_ref.at[rows, half, g, :], layout) for half in (0, 1)]
+
+        def compute(g, loaded):
+            gate, up = (x.astype(F32) for x in loaded)
+            store(
+                ACTIVATIONS[activation](gate, up, *params, regs), layout, rows, g, regs, *out_refs
+            )
+
         @pl.when(live)
         def _():
-            gate = regs.load(gateup_ref.at[rows, 0, g, :], layout).astype(F32)
-            up = regs.load(gateup_ref.at[rows, 1, g, :], layout).astype(F32)
-            product = ACTIVATIONS[activation](gate, up, *params, regs)
-            store(product, layout, rows, g, regs, *out_refs)
+            pipelined(*block_groups(lax.axis_index("g"), m, groups), load, compute)
 
     return launch(
-        kernel,
-        out_type,
-        grid={"m": -(-m // tile), "g": groups},
-        interpret=interpret,
-        barriers=False,
+        kernel, out_type, grid=block_grid(m, groups), interpret=interpret, barriers=False
     )(gateup.reshape(m, 2, groups, GROUP), m_indices)
 
 
@@ -136,7 +143,8 @@ def _clamp(x: Array, limit: float) -> Array:
 
 
 def _sigmoid(x: Array) -> Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
+    # exp2: its argument is rounded once more than that of exp, at a third of the instructions.
+    return 1.0 / (1.0 + jnp.exp2(x * -LOG2E))
 
 
 def _silu(gate: Array, up: Array, limit: float | None, regs: Registers) -> Array:

@@ -28,9 +28,12 @@ from ._common import (
 BOX = 256  # the most elements that one dimension of an asynchronous copy may have
 ROW_BYTES = 16384  # of shared memory a block, so that many blocks share a multiprocessor
 
+MOST_SCALED = 4096  # rows whose scales permute_rows moves with their values
+
 BLOCK = 256  # assignments that a block of permute_index places
-SINGLE = 512  # up to here one block places all, in one launch
-UNROLL = 8  # scalar reads in flight: one at a time would wait for memory each time
+SINGLE = 256  # up to here one block places all, in one launch
+# Loads in flight, of scalars and of vectors: one at a time would wait for memory each time.
+UNROLL, SCAN_UNROLL = 8, 32
 
 
 def permute_index(
@@ -42,7 +45,7 @@ def permute_index(
     (of 8), its rows in (token, slot) order, padding behind. -1: an id outside 0..E-1 has no row, a
     row of padding no token and no expert. The caller makes `rows` large enough.
 
-    One launch for T * k <= 512. Else three: counts per block of assignments, their sums over
+    One launch for T * k <= 256. Else three: counts per block of assignments, their sums over
     earlier blocks, placement. Raises ValueError for arguments that do not fit.
     """
     if topk_ids.ndim != 2 or topk_ids.dtype != I32:
@@ -73,9 +76,9 @@ def _whole_warpgroups(num_experts: int) -> int:
     return -(-num_experts // 128) * 128
 
 
-def _unrolled(count: int, body: Callable, carry: object) -> object:
-    """`carry = body(i, carry)` for each i = 0, UNROLL, ... below count, a multiple of UNROLL."""
-    return lax.fori_loop(0, count // UNROLL, lambda i, c: body(i * UNROLL, c), carry)
+def _unrolled(count: int, body: Callable, carry: object, by: int = UNROLL) -> object:
+    """`carry = body(i, carry)` for each i = 0, by, 2 by, ... below count, a multiple of `by`."""
+    return lax.fori_loop(0, count // by, lambda i, c: body(i * by, c), carry)
 
 
 def _sum_counts(ids: Array, num_experts: int, interpret: bool) -> tuple[Array, Array]:
@@ -83,8 +86,8 @@ def _sum_counts(ids: Array, num_experts: int, interpret: bool) -> tuple[Array, A
     total [lanes]. lanes: E in whole warpgroups."""
     n, lanes = ids.shape[0], _whole_warpgroups(num_experts)
     regs = Registers(interpret)
-    # Four warps sum a quarter of the blocks each, UNROLL at a time.
-    blocks = -(-n // (BLOCK * WARPS * UNROLL)) * WARPS * UNROLL
+    # Four warps sum a quarter of the blocks each, SCAN_UNROLL at a time.
+    blocks = -(-n // (BLOCK * WARPS * SCAN_UNROLL)) * WARPS * SCAN_UNROLL
     steps = blocks // WARPS
 
     def count(ids_ref, counts_ref):
@@ -93,13 +96,14 @@ def _sum_counts(ids: Array, num_experts: int, interpret: bool) -> tuple[Array, A
         expert = regs.iota((lanes,), 0, by_expert)
 
         def add(i, counts):
-            index = [first + i + u for u in range(UNROLL)]
+            index = [first + i * UNROLL + u for u in range(UNROLL)]
             found = [jnp.where(x < n, ids_ref[jnp.minimum(x, n - 1)], -1) for x in index]
             return _count(found, expert, counts)
 
-        counts_ref[lax.axis_index("b"), :] = _unrolled(
-            BLOCK, add, regs.full((lanes,), 0, by_expert)
-        )
+        # None in the blocks past the end, which only fill up the warps of the sum.
+        steps = lax.div(jnp.minimum(jnp.maximum(n - first, 0), BLOCK) + (UNROLL - 1), UNROLL)
+        counts = lax.fori_loop(0, steps, add, regs.full((lanes,), 0, by_expert))
+        counts_ref[lax.axis_index("b"), :] = counts
 
     counts = launch(
         count,
@@ -117,10 +121,10 @@ def _sum_counts(ids: Array, num_experts: int, interpret: bool) -> tuple[Array, A
         zeros = regs.full(shape, 0, layout)
 
         def load(i):
-            return [regs.load(counts_ref.at[:, i + u, columns], layout) for u in range(UNROLL)]
+            return [regs.load(counts_ref.at[:, i + u, columns], layout) for u in range(SCAN_UNROLL)]
 
         quarters_ref[...] = _unrolled(
-            steps, lambda i, sums: functools.reduce(jnp.add, load(i), sums), zeros
+            steps, lambda i, sums: functools.reduce(jnp.add, load(i), sums), zeros, SCAN_UNROLL
         )
         plgpu.commit_smem()
         before, total = zeros, zeros
@@ -136,7 +140,7 @@ def _sum_counts(ids: Array, num_experts: int, interpret: bool) -> tuple[Array, A
                 before = before + counts
             return before
 
-        _unrolled(steps, store, before)
+        _unrolled(steps, store, before, SCAN_UNROLL)
 
     before, total = launch(
         scan,
@@ -181,12 +185,18 @@ def _place(
         lane = regs.iota((size,), 0, by_slot)
         expert = regs.iota((lanes,), 0, by_expert)
 
-        # The last block's window ends at n; what it shares with its neighbour counts as absent.
-        first = jnp.maximum(jnp.minimum(block * size, n - size), 0)
-        skip = block * size - first
-        _stage(ids_ref, ids_smem, first, n, size, by_slot, regs)
+        first = block * size
+
+        def stage(start, length):
+            there, here, layout = _piece(first, start, length)
+            ids_smem[here] = regs.load(ids_ref.at[there], layout)
+
+        ids_smem[...] = regs.full((size,), -1, by_slot)
+        plgpu.commit_smem()
+        _for_pieces(stage, block, blocks, n, size)
+        plgpu.commit_smem()
         ids = regs.load(ids_smem, by_slot)
-        ids = jnp.where((lane >= skip) & (ids < num_experts), ids, -1)
+        ids = jnp.where(ids < num_experts, ids, -1)
         plgpu.commit_smem()
         ids_smem[...] = ids
         plgpu.commit_smem()
@@ -228,17 +238,18 @@ def _place(
             _fill_padding(out_refs, block, blocks, ends, num_experts, alignment, rows, regs)
         plgpu.commit_smem()
 
+        def store(start, length):
+            there, here, layout = _piece(first, start, length)
+            src2dst_ref[there] = regs.load(rows_smem.at[here], layout)
+
+        _for_pieces(store, block, blocks, n, size)
+
         def scatter(i, carry):
             placed = [(rows_smem[i + u], ids_smem[i + u]) for u in range(UNROLL)]
             for u, (row, expert) in enumerate(placed):
-                assignment = first + i + u
-
-                @pl.when((i + u >= skip) & (assignment < n))
-                def _(row=row, assignment=assignment):
-                    src2dst_ref[assignment] = row
 
                 @pl.when(row >= 0)
-                def _(row=row, expert=expert, assignment=assignment):
+                def _(row=row, expert=expert, assignment=first + i + u):
                     dst2src_ref[row] = lax.div(assignment, top_k)
                     m_indices_ref[row] = expert
 
@@ -266,19 +277,28 @@ def _round_up(x: Array, multiple: int) -> Array:
     return lax.div(x + (multiple - 1), multiple) * multiple
 
 
-def _stage(ids_ref, ids_smem, first: Array, n: int, size: int, layout, regs: Registers) -> None:
-    """ids[first : first + size] to shared memory; with fewer than `size` ids, -1 behind them."""
-    if n >= size:
-        ids_smem[...] = regs.load(ids_ref.at[pl.ds(first, size)], layout)
+def _piece(first: Array, start: int, length: int) -> tuple:
+    """Where [start, start + length) of a block lies in global and in shared memory, its layout."""
+    if length == 1:
+        return first + start, start, None
+    return pl.ds(first + start, length), pl.ds(start, length), vector(length)
+
+
+def _for_pieces(move: Callable, block: Array, blocks: int, n: int, size: int) -> None:
+    """move(start, length) for pieces that cover this block's share of n: `size`, in the last block
+    the rest, as two powers of two that may overlap."""
+
+    def rest():
+        count = n - (blocks - 1) * size
+        part = count if count == size else pow2_floor(count)
+        for start in sorted({0, count - part}):
+            move(start, part)
+
+    if blocks == 1:
+        rest()
     else:
-        ids_smem[...] = regs.full((size,), -1, layout)
-        plgpu.commit_smem()
-        part = pow2_floor(n)
-        for start in {0, n - part}:
-            piece = start if part == 1 else pl.ds(start, part)
-            value = ids_ref[start] if part == 1 else regs.load(ids_ref.at[piece], vector(part))
-            ids_smem[piece] = value
-    plgpu.commit_smem()
+        pl.when(block == blocks - 1)(rest)
+        pl.when(block != blocks - 1)(lambda: move(0, size))
 
 
 def _exclusive_sum(x: Array, smem, lanes: int, layout, regs: Registers) -> Array:
@@ -368,8 +388,10 @@ def permute_rows(
     """values [T, K] bf16 or float8_e4m3fn, scales [G, Ts] f32 (Ts >= T) or None, src2dst [T, k],
     dst2src [rows] int32 -> values [rows, K], scales [G, rows]: row src2dst[t, j] is token t's.
 
-    Each token is read once and written k times. Rows that src2dst does not name are not written.
-    K is a multiple of 128. Raises ValueError for shapes or dtypes that do not fit.
+    Each token is read once and written k times; the scales of many rows are gathered apart. Rows
+    that src2dst does not name are not written. K is a multiple of 128.
+
+    Raises ValueError for shapes or dtypes that do not fit.
     """
     t, width = values.shape
     k, rows = src2dst.shape[1], dst2src.shape[0]
@@ -392,6 +414,11 @@ def permute_rows(
     if t == 0 or rows == 0:
         out = tuple(jnp.zeros(o.shape, o.dtype) for o in out_type)
         return out[0], out[1] if scales is not None else None
+
+    if scales is not None and t * k > MOST_SCALED:
+        # Four bytes here and there for each row and group cost more than the row itself.
+        moved, _ = permute_rows(values, None, src2dst, dst2src, interpret=interpret)
+        return moved, jnp.take(scales, dst2src, axis=1, mode="clip")
 
     regs = Registers(interpret)
     box = BOX if width % BOX == 0 else 128

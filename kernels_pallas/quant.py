@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import BF16, F32, FP8, I32, Registers, launch, spread_rows, vector
+from ._common import BF16, F32, FP8, I32, Registers, launch, pipelined, spread_rows, vector
 
 GROUP = 128
 E4M3_MAX = 448.0
@@ -39,14 +39,21 @@ def quant(
     layout = row_layout(tile)
 
     def kernel(x_ref, values_ref, scales_ref):
-        rows, g = block_rows(lax.axis_index("m"), tile, m), lax.axis_index("g")
-        x = regs.load(x_ref.at[rows, g, :], layout).astype(F32)
-        values_ref[rows, g, :], scales_ref[g, rows] = quantize_tile(x, layout, ue8m0, regs)
+        rows = block_rows(lax.axis_index("m"), tile, m)
+
+        def load(g):
+            return regs.load(x_ref.at[rows, g, :], layout)
+
+        def store(g, x):
+            x = x.astype(F32)
+            values_ref[rows, g, :], scales_ref[g, rows] = quantize_tile(x, layout, ue8m0, regs)
+
+        pipelined(*block_groups(lax.axis_index("g"), m, k // GROUP), load, store)
 
     values, scales = launch(
         kernel,
         (jax.ShapeDtypeStruct((m, k // GROUP, GROUP), FP8), out_type[1]),
-        grid={"m": -(-m // tile), "g": k // GROUP},
+        grid=block_grid(m, k // GROUP),
         interpret=interpret,
         barriers=False,
     )(x.reshape(m, k // GROUP, GROUP))
@@ -63,9 +70,29 @@ def quantized_type(m: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtype
     return jax.ShapeDtypeStruct((m, k), FP8), scales
 
 
+# Rows and groups of a block: enough bytes on their way, few enough registers, and many blocks.
+TILE, GROUPS, BLOCKS = 32, 8, 1056
+
+
 def tile_rows(m: int) -> int:
-    """Rows a block takes: 1, or steps of the 8 that a load of the row layout covers."""
-    return 32 if m >= 32 else 8 if m >= 8 else 1
+    """1, or steps of the 8 rows that a load of the row layout covers."""
+    return TILE if m >= TILE else 8 if m >= 8 else 1
+
+
+def block_grid(m: int, groups: int) -> dict[str, int]:
+    return {"m": -(-m // tile_rows(m)), "g": -(-groups // _groups_of_block(m, groups))}
+
+
+def _groups_of_block(m: int, groups: int) -> int:
+    tiles = -(-m // tile_rows(m))
+    return max(1, min(GROUPS, groups, tiles * groups // BLOCKS))
+
+
+def block_groups(block: Array, m: int, groups: int) -> tuple[Array, Array | int]:
+    """First group and number of groups of a block."""
+    each = _groups_of_block(m, groups)
+    first = block * each
+    return first, each if groups % each == 0 else jnp.minimum(each, groups - first)
 
 
 def block_rows(block: Array, tile: int, m: int) -> Array | pl.Slice:
@@ -91,7 +118,7 @@ def quantize_tile(x: Array, layout, ue8m0: bool, regs: Registers) -> tuple[Array
     scales = regs.divide(amax, E4M3_MAX)
     if ue8m0:
         scales = round_up_to_pow2(scales)
-    return (x / regs.along_rows(scales, x.shape, layout)).astype(FP8), scales
+    return regs.divide_rows(x, scales, layout).astype(FP8), scales
 
 
 def round_up_to_pow2(scales: Array) -> Array:
