@@ -10,6 +10,11 @@ import functools
 import importlib
 from collections.abc import Callable
 
+import jax
+from jax import Array
+
+from dgmoe_jax.platforms import only_on
+
 _PALLAS = {
     "route": "route:route",
     "permute_index": "permute:permute_index",
@@ -18,8 +23,8 @@ _PALLAS = {
     "act": "act_quant:act",
     "act_quant": "act_quant:act_quant",
     "unpermute": "unpermute:unpermute",
+    "gemm": "grouped_gemm:gemm",
 }
-STEPS = (*_PALLAS, "gemm")
 
 
 def _load(path: str) -> Callable:
@@ -31,39 +36,37 @@ def _load(path: str) -> Callable:
 def get(step: str, backend: str) -> Callable:
     """The implementation of `step` that `backend` means.
 
-    "xla" is jnp throughout. "deep_gemm" is DeepGEMM for the GEMMs and Pallas for the rest.
-    "emulator" is the same two, in interpret mode and against a numpy DeepGEMM, on a CPU.
+    "xla" is jnp throughout, "pallas" Mosaic GPU kernels throughout. "deep_gemm" is DeepGEMM for
+    the GEMMs and Pallas for the rest; "emulator" is those two on a CPU: the kernels in interpret
+    mode, and a numpy emulator in DeepGEMM's place.
     """
-    if step not in STEPS:
-        raise ValueError(f"step={step!r}: must be one of {STEPS}")
+    if step not in _PALLAS:
+        raise ValueError(f"step={step!r}: must be one of {tuple(_PALLAS)}")
     if backend == "xla":
         return _load(f"xla:{step}")
-    if step == "gemm":
-        if backend == "pallas":
-            raise NotImplementedError(
-                "backend='pallas' has no grouped GEMM yet; 'deep_gemm' runs DeepGEMM's with"
-                " Pallas kernels around it, 'xla' runs everywhere"
-            )
-        fn = _load("interop.deep_gemm:gemm")
-        return functools.partial(fn, emulate=True) if backend == "emulator" else fn
-    fn = _load(f"kernels_pallas.{_PALLAS[step]}")
-    return functools.partial(fn, interpret=True) if backend == "emulator" else fn
+    if step == "gemm" and backend in ("deep_gemm", "emulator"):
+        return functools.partial(_load("interop.deep_gemm:gemm"), emulate=backend == "emulator")
+    return functools.partial(
+        _load(f"kernels_pallas.{_PALLAS[step]}"), interpret=backend == "emulator"
+    )
 
 
-def gate(x, backend: str):
-    """x itself, refused when a program is lowered for a platform that `backend` does not run on.
-
-    Only lowering knows the platform: a CPU may lower a program for a GPU that it does not have.
-    """
-    if backend == "xla":
-        return x
-    return _load("interop.deep_gemm:gate")(x, emulate=backend == "emulator")
+def only_where_it_runs(x: Array, backend: str) -> Array:
+    """x itself; lowered for a platform that `backend` does not run on: NotImplementedError."""
+    if backend in ("pallas", "deep_gemm"):
+        return only_on(
+            x,
+            "cuda",
+            f"backend={backend!r} needs an NVIDIA GPU; 'xla' runs anywhere, 'emulator' runs the"
+            " GPU kernels in interpret mode on a CPU",
+        )
+    if backend == "emulator":
+        return only_on(x, "cpu", "backend='emulator' runs on a CPU only")
+    return x
 
 
 def current_arch() -> str:
     """The default device as `plan` names it: "cpu", "sm90", "sm100", ..., or "gpu" if unknown."""
-    import jax
-
     device = jax.devices()[0]
     if device.platform != "gpu":
         return "cpu"

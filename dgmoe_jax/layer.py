@@ -58,7 +58,7 @@ def moe_layer(
         return jnp.zeros_like(x)
     fmt = RECIPES[cfg.recipe].activations
     backend = plan.backend
-    x = backends.gate(x, backend)
+    x = backends.only_where_it_runs(x, backend)
 
     if routing is None:
         logits = routing_step.router_logits(x, params.gate_weight)

@@ -11,6 +11,10 @@ from dgmoe_jax.layouts import Contiguous
 from dgmoe_jax.recipes import RECIPES, RUNS_ON, Recipe, padded
 
 
+PALLAS_BELOW_ROWS = {"bf16": 64, "fp8_block": 64}
+"""Rows expected per expert below which our grouped GEMM beats DeepGEMM's on an H200."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What `moe_layer` will do for one number of tokens.
@@ -60,9 +64,10 @@ def plan(
     if arch not in RUNS_ON[cfg.recipe]:
         runs = sorted(name for name, archs in RUNS_ON.items() if arch in archs)
         raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; {runs} do")
-    backend, reason = _backend(cfg, arch, asked)
     assignments = num_tokens * (cfg.router.top_k if top_k is None else top_k)
-    alignment = alignment_for(assignments / cfg.num_experts, backend)
+    expected_rows = assignments / cfg.num_experts
+    backend, reason = _backend(cfg, arch, expected_rows, asked)
+    alignment = alignment_for(expected_rows, backend)
     rows = Contiguous(alignment).rows(assignments, cfg.num_experts)
     if rows >= 2**31 // max(1, padded(cfg.hidden_size) // 128):
         raise ValueError(f"num_tokens={num_tokens}: {rows} rows overflow int32 indices; split them")
@@ -78,8 +83,7 @@ def plan(
         alignment=alignment,
         workspace_bytes=workspace,
         backend=backend,
-        why=f"{reason}; {assignments / cfg.num_experts:.4g} rows expected per expert:"
-        f" segments of {alignment}",
+        why=f"{reason}; {expected_rows:.4g} rows expected per expert: segments of {alignment}",
     )
 
 
@@ -98,22 +102,36 @@ def alignment_for(expected_rows: float, backend: str) -> int:
     return 32 if expected_rows < 16 else 64 if expected_rows < 64 else 128
 
 
-def _backend(cfg: MoEConfig, arch: str, asked: bool) -> tuple[str, str]:
-    if cfg.backend in ("pallas", "deep_gemm") and arch == "sm100" and cfg.recipe != "bf16":
-        raise NotImplementedError(
-            f"backend={cfg.backend!r} with recipe={cfg.recipe!r} on {arch}: DeepGEMM reads packed"
-            " UE8M0 scales there, which are not written yet; 'bf16' or backend='xla' run"
-        )
+def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tuple[str, str]:
     if cfg.backend != "auto":
-        backends.get("gemm", cfg.backend)
+        _refuse(cfg.backend, cfg.recipe, arch)
         return cfg.backend, f"backend {cfg.backend!r} as asked"
     if arch != "sm90":
-        return "xla", f"'xla' runs everywhere and {arch} is not an sm90 GPU"
+        return "xla", f"'xla' runs everywhere and {arch} is no sm90 GPU"
+    if expected_rows < PALLAS_BELOW_ROWS[cfg.recipe]:
+        return "pallas", "our grouped GEMM measured fastest with few rows per expert"
     missing = backends.deep_gemm_unavailable() if asked else None
     if missing:
-        warnings.warn(f"backend='auto' uses 'xla': {missing}", stacklevel=4)
-        return "xla", f"DeepGEMM cannot run here ({missing})"
-    return "deep_gemm", "DeepGEMM with Pallas kernels measured fastest on sm90"
+        warnings.warn(f"backend='auto' uses 'pallas': {missing}", stacklevel=4)
+        return "pallas", f"DeepGEMM would be faster but cannot run here ({missing})"
+    return "deep_gemm", "DeepGEMM measured fastest with many rows per expert"
+
+
+def _refuse(backend: str, recipe: str, arch: str) -> None:
+    # "cpu" is not refused: a program may be lowered there for a GPU elsewhere, and lowering checks.
+    if backend == "pallas" and arch not in ("cpu", "sm90"):
+        raise NotImplementedError(
+            f"backend='pallas' on {arch}: the grouped GEMM is a Hopper (sm90) kernel; 'xla' runs"
+        )
+    if (
+        backend == "deep_gemm"
+        and arch not in ("cpu", "sm90")
+        and (arch, recipe) != ("sm100", "bf16")
+    ):
+        raise NotImplementedError(
+            f"backend='deep_gemm' with recipe={recipe!r} on {arch}: DeepGEMM runs on sm90, and"
+            " 'bf16' on sm100 (its FP8 kernels there read packed UE8M0 scales); 'xla' runs"
+        )
 
 
 def _workspace_bytes(cfg: MoEConfig, num_tokens: int, assignments: int, rows: int) -> int:

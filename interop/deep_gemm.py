@@ -24,8 +24,8 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+
+from dgmoe_jax.platforms import only_on
 
 _FP8 = "m_grouped_fp8_fp4_gemm_nt_contiguous"
 _BF16 = "m_grouped_bf16_gemm_nt_contiguous"
@@ -164,39 +164,11 @@ def _check_operands(a, b, m_indices, dtype, depth_step, alignment, emulate):
         raise ValueError(f"alignment is {alignment}; DeepGEMM takes one of {_GPU_ALIGNMENTS}")
 
 
-def gate(x, *, emulate=False):
-    """x itself. Lowered for a platform where these GEMMs cannot run: NotImplementedError."""
-    return _gate_p.bind(x, emulate=emulate)
-
-
-# Identity that exists to be lowered: what a computation is lowered for is known only then, and
-# ffi_call alone would leave a CPU program to fail with an unknown custom call.
-_gate_p = Primitive("dgmoe_deep_gemm_gate")
-_gate_p.def_abstract_eval(lambda x, *, emulate: x)
-
-
-def _gate_lowering(ctx, x, *, emulate):
-    platforms = ctx.module_context.platforms
-    if emulate:
-        raise NotImplementedError(
-            f"the CPU emulator of DeepGEMM cannot be lowered for {platforms}: it reads host memory"
-        )
-    raise NotImplementedError(
-        f"DeepGEMM needs a GPU and this is lowered for {platforms}. "
-        'backend="xla" runs here; backend="emulator" runs DeepGEMM\'s CPU emulator'
-    )
-
-
-def _allowed_when(emulated):
-    def lowering(ctx, x, *, emulate):
-        return [x] if emulate == emulated else _gate_lowering(ctx, x, emulate=emulate)
-
-    return lowering
-
-
-mlir.register_lowering(_gate_p, _gate_lowering)
-mlir.register_lowering(_gate_p, _allowed_when(True), platform="cpu")
-mlir.register_lowering(_gate_p, _allowed_when(False), platform="cuda")
+_NEEDS_GPU = (
+    "DeepGEMM needs a GPU; backend='xla' runs anywhere, backend='emulator' runs the same program"
+    " on a CPU with an emulator in DeepGEMM's place"
+)
+_NEEDS_CPU = "the emulator of DeepGEMM reads host memory and runs on a CPU only"
 
 
 @functools.partial(jax.jit, static_argnames=("name", "alignment", "emulate"), inline=True)
@@ -218,7 +190,9 @@ def _call(operands, m_indices, *, name, alignment, emulate):
     if rows % alignment:
         m_indices = jnp.pad(m_indices, (0, -rows % alignment), constant_values=-1)
     *operands, m_indices = _vary_alike(*operands, m_indices)
-    m_indices = gate(m_indices, emulate=emulate)
+    m_indices = (
+        only_on(m_indices, "cpu", _NEEDS_CPU) if emulate else only_on(m_indices, "cuda", _NEEDS_GPU)
+    )
     like = jax.typeof(operands[0])
     result = jax.ShapeDtypeStruct(
         (rows, columns),

@@ -19,7 +19,8 @@ ALLOWED = {
     "layouts": set(),
     "checks": set(),
     "types": {"recipes"},
-    "backends": set(),
+    "platforms": set(),
+    "backends": {"platforms"},
     "xla": set(),
     "reference": set(),
     "plan": {"backends", "config", "layouts", "recipes"},
@@ -28,7 +29,7 @@ ALLOWED = {
     "routing": {"checks", "config", "steps", "types"},
     "weights": {"checks", "config", "quantize", "recipes", "types"},
     "layer": {"backends", "checks", "config", "plan", "recipes", "steps", "types"},
-    "interop": set(),
+    "interop": {"platforms"},
     "kernels_pallas": set(),
     "__init__": {"*"},
 }
