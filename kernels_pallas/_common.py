@@ -48,11 +48,13 @@ def launch(
     interpret: bool,
     scratch: tuple = (),
     barriers: bool = True,
+    approx_math: bool = False,
 ) -> Callable:
     """`plgpu.kernel` over `grid` (name -> size; the last name varies fastest).
 
     `barriers=False` is for bodies in which no thread reads memory that another thread of the
-    block wrote, unless `plgpu.commit_smem` (a barrier) stands between.
+    block wrote, unless `plgpu.commit_smem` (a barrier) stands between. `approx_math` allows the
+    hardware's own elementary functions.
     """
     names = {"out_type": out_type, "scratch_types": scratch}
     if "out_type" not in inspect.signature(plgpu.kernel).parameters:
@@ -61,7 +63,7 @@ def launch(
         body,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        compiler_params=_PARAMS(unsafe_no_auto_barriers=not barriers),
+        compiler_params=_PARAMS(unsafe_no_auto_barriers=not barriers, approx_math=approx_math),
         interpret=interpreter() if interpret else False,
         **names,
     )

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import dgmoe_jax as dg
-from dgmoe_jax import backends, plan, reference
+from dgmoe_jax import backends, reference
+from dgmoe_jax.plan import alignment_for
 from dgmoe_jax.recipes import RECIPES, padded
 
 # Reproducible in CI; the first example of each shape compiles, which is slow by design.
@@ -37,6 +38,7 @@ BACKENDS = ("xla", "deep_gemm" if ON_GPU else "emulator")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_recipe = pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
 
+TOP_2 = dg.RouterConfig(top_k=2)
 moe_layer = jax.jit(dg.moe_layer, static_argnames=("cfg", "plan"))
 
 
@@ -84,6 +86,13 @@ class Layer:
     raw: dict[str, Any]
     params: dg.MoEParams
 
+    @functools.cached_property
+    def decoded(self) -> tuple[np.ndarray, ...]:
+        """w13, w2 and, if there are, the shared experts' as the GEMMs read them, in f64."""
+        experts, shared = self.params.experts, self.params.shared
+        operands = [experts.w13, experts.w2] + ([shared.w13, shared.w2] if shared else [])
+        return tuple(f64(jax.jit(dg.dequantize)(w)) for w in operands)
+
     def __call__(self, x, ids=None, weights=None, **kw) -> np.ndarray:
         if ids is not None:
             kw["routing"] = routing(ids, weights)
@@ -104,13 +113,13 @@ class Layer:
     def oracle(self, x, ids, weights, *, prepared: bool = False, **kw) -> np.ndarray:
         """`reference.moe` on the raw weights, or on the `prepared` ones, dequantised."""
         x, hidden = f64(x), self.cfg.hidden_size
-        w13, w2 = f64(self.raw["w13"]), f64(self.raw["w2"])
-        shared = [f64(self.raw.get(f"shared_{name}")) for name in ("w13", "w2")]
         if prepared:
             x = np.pad(x, ((0, 0), (0, padded(hidden) - hidden)))
-            w13, w2 = decoded(self.params.experts)
-            if self.params.shared is not None:
-                shared = [w[0] for w in decoded(self.params.shared)]
+            w13, w2, *shared = self.decoded
+            shared = [w[0] for w in shared] or [None, None]
+        else:
+            names = ("w13", "w2", "shared_w13", "shared_w2")
+            w13, w2, *shared = (f64(self.raw.get(name)) for name in names)
         kind, params = self.cfg.activation.params()
         return reference.moe(
             x,
@@ -127,10 +136,6 @@ class Layer:
         )[:, :hidden]
 
 
-def decoded(weights: dg.ExpertWeights) -> tuple[np.ndarray, np.ndarray]:
-    return f64(dg.dequantize(weights.w13)), f64(dg.dequantize(weights.w2))
-
-
 def make_layer(raw: dict[str, Any], *, inner: int, router: dg.RouterConfig, **cfg) -> Layer:
     num_experts, hidden = raw["gate_weight"].shape
     cfg = dg.MoEConfig(
@@ -139,16 +144,28 @@ def make_layer(raw: dict[str, Any], *, inner: int, router: dg.RouterConfig, **cf
     return Layer(cfg, raw, dg.prepare_params(raw, cfg))
 
 
+def shared_by_tests(build):
+    """Prepared once for all backends and tests: leave the result be."""
+    once = functools.lru_cache(maxsize=16)(build)
+
+    @functools.wraps(build)
+    def on(*, backend: str = "xla", **kw) -> Layer:
+        layer = once(**kw)
+        return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, backend=backend))
+
+    return on
+
+
+@shared_by_tests
 def random_layer(
-    seed: int = 0,
     *,
     experts: int = 8,
     hidden: int = 128,
-    inner: int = 64,
-    top_k: int = 2,
+    inner: int = 128,
     shared: int = 0,
     bias: bool = False,
-    router: dict[str, Any] | None = None,
+    router: dg.RouterConfig = TOP_2,
+    seed: int = 0,
     **cfg,
 ) -> Layer:
     """Gaussian weights scaled so that activations stay near 1."""
@@ -163,8 +180,51 @@ def random_layer(
     if shared:
         raw["shared_w13"] = gaussian(rng, 2 * shared * inner, hidden, scale=hidden**-0.5)
         raw["shared_w2"] = gaussian(rng, hidden, shared * inner, scale=(shared * inner) ** -0.5)
-    router = dg.RouterConfig(top_k=top_k, **(router or {}))
     return make_layer(raw, inner=inner, router=router, num_shared_experts=shared, **cfg)
+
+
+@shared_by_tests
+def exact_layer(*, shared: int = 0, scaling_factor: float = 1.0, **cfg) -> Layer:
+    """8 experts of 128 x 128 whose arithmetic, with `exact_tokens`, is exact in f32 in any order.
+
+    Each FP8 group and block has an amax of 448 times a power of two, so its scale is one. Gates
+    are 448 times a power of two, its negative, or 0: silu gives the gate or nothing, exactly.
+    """
+    rng = np.random.default_rng(7)
+
+    def expert(power):
+        w13 = np.zeros((2, 128, 128))
+        gate, up = w13
+        gate[:, 0] = rng.choice([448, 448, 0, -448], 128)
+        gate[:8, 0] = [448, 448, 448, 0, 0, 448, -448, -448]
+        up[1:, 4:] = rng.integers(-1, 2, (127, 124))
+        up[0, 1] = 256  # above every other up, so the activation's amax is gate[0] * up[0]
+        up[5, 3] = 448  # the block's amax; the tokens are 0 there
+        w2 = rng.integers(-2, 3, (128, 128)).astype(float)
+        w2[3, 7] = 448  # the block's amax; gate 7 is off
+        return w13.reshape(256, 128) * 2.0**power, w2 * 2.0**-power
+
+    w13, w2 = zip(*(expert(e % 3) for e in range(8)), strict=True)
+    raw = {"gate_weight": np.zeros((8, 128)), "w13": np.stack(w13), "w2": np.stack(w2)}
+    if shared:
+        raw["shared_w13"], raw["shared_w2"] = expert(1)
+    raw = {name: np.asarray(w).astype(ml_dtypes.bfloat16) for name, w in raw.items()}
+    router = dg.RouterConfig(top_k=2, scaling_factor=scaling_factor)
+    return make_layer(raw, inner=128, router=router, num_shared_experts=shared, **cfg)
+
+
+def exact_tokens(count: int, seed: int = 0) -> np.ndarray:
+    x = np.random.default_rng(seed).integers(-2, 3, (count, 128)).astype(float)
+    x[:, :4] = [1, 1, 448, 0]
+    return (x * 2.0 ** (np.arange(count)[:, None] % 2)).astype(ml_dtypes.bfloat16)
+
+
+def rounded_oracle(layer: Layer, x, ids, weights) -> np.ndarray:
+    """The oracle that rounds where the recipe rounds: exactly, and nowhere else (f64)."""
+    recode = bf16
+    if layer.cfg.recipe == "fp8_block":
+        recode = lambda a: reference.decode_fp8(*reference.encode_fp8(a))  # noqa: E731
+    return bf16(layer.oracle(x, ids, weights, prepared=True, between=recode, gemm_out=bf16))
 
 
 def tokens(count: int, hidden: int, seed: int = 100) -> np.ndarray:
@@ -193,24 +253,25 @@ def run_step(*args, step: str, backend: str, **kw):
 class Walk:
     """Everything that the layer's steps hand to each other, in order (numpy)."""
 
-    encoded: tuple
     index: tuple
     rows: tuple
     gateup: np.ndarray
     inner: tuple
     out: np.ndarray
+    shared: np.ndarray | None
     y: np.ndarray
 
 
 def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = None) -> Walk:
-    """The routed part of the layer, step by step, by the steps' own functions.
+    """The layer without its router, step by step, by the steps' own functions.
 
     With `poison`, all that no step may read holds it before the next step runs: padding rows and
     their scales, scales past the last row, and the weights of experts that no token chose.
     """
     fmt, cfg = RECIPES[layer.cfg.recipe].activations, layer.cfg
-    decision = plan(cfg, len(x), top_k=np.shape(ids)[1])
+    decision = dg.plan(cfg, len(x), top_k=np.shape(ids)[1])
     kind, params = cfg.activation.params()
+    quantise = dict(group=128, ue8m0=False)
 
     def call(step, *args, **kw):
         args = [None if a is None else jnp.asarray(a) for a in args]
@@ -230,38 +291,39 @@ def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = 
     def pair(values, scales, dead):
         return spoil(values, dead), spoil(scales, dead, axis=1)
 
-    def operand(scaled):
-        unused = ~np.isin(np.arange(cfg.num_experts), ids)
-        return spoil(scaled.values, unused), spoil(scaled.scales, unused)
+    def run_experts(rows, experts, m_indices, alignment):
+        dead, unused = m_indices < 0, ~np.isin(np.arange(len(experts.w13.values)), m_indices)
 
-    quantise = dict(group=128, ue8m0=False)
+        def gemm(operand, w):
+            w = spoil(w.values, unused), spoil(w.scales, unused)
+            return spoil(call("gemm", *operand, *w, m_indices, alignment=alignment), dead)
+
+        gateup = gemm(rows, experts.w13)
+        act = dict(activation=kind, params=params)
+        if fmt.group is None:
+            inner = call("act", gateup, m_indices, **act), None
+        else:
+            inner = call("act_quant", gateup, m_indices, **act, **quantise)
+        inner = pair(*inner, dead)
+        return gateup, inner, gemm(inner, experts.w2)
+
     x = np.pad(np.asarray(x), ((0, 0), (0, padded(cfg.hidden_size) - cfg.hidden_size)))
     encoded = (x, None) if fmt.group is None else call("quant", x, **quantise)
     encoded = pair(*encoded, np.zeros(len(x), bool))
-    index = call(
+    src2dst, dst2src, m_indices = index = call(
         "permute_index",
         np.asarray(ids, np.int32),
         num_experts=cfg.num_experts,
         alignment=decision.alignment,
         rows=decision.rows,
     )
-    src2dst, dst2src, m_indices = index
-    dead = m_indices < 0
-    rows = pair(*call("permute_rows", *encoded, src2dst, dst2src), dead)
-    gemm = dict(alignment=decision.alignment)
-    gateup = spoil(call("gemm", *rows, *operand(layer.params.experts.w13), m_indices, **gemm), dead)
-    if fmt.group is None:
-        inner = call("act", gateup, m_indices, activation=kind, params=params), None
-    else:
-        inner = call("act_quant", gateup, m_indices, activation=kind, params=params, **quantise)
-    inner = pair(*inner, dead)
-    out = spoil(call("gemm", *inner, *operand(layer.params.experts.w2), m_indices, **gemm), dead)
-    y = call(
-        "unpermute",
-        out,
-        src2dst,
-        np.asarray(weights, np.float32),
-        None,
-        scaling_factor=cfg.router.scaling_factor,
-    )
-    return Walk(encoded, index, rows, gateup, inner, out, y[:, : cfg.hidden_size])
+    rows = pair(*call("permute_rows", *encoded, src2dst, dst2src), m_indices < 0)
+    gateup, inner, out = run_experts(rows, layer.params.experts, m_indices, decision.alignment)
+    shared = None
+    if layer.params.shared is not None:
+        alone, every_row = alignment_for(len(x), backend), np.zeros(len(x), np.int32)
+        shared = run_experts(encoded, layer.params.shared, every_row, alone)[-1]
+    weights = np.asarray(weights, np.float32)
+    factor = cfg.router.scaling_factor
+    y = call("unpermute", out, src2dst, weights, shared, scaling_factor=factor)
+    return Walk(index, rows, gateup, inner, out, shared, y[:, : cfg.hidden_size])
