@@ -6,7 +6,8 @@ python scripts/bench_layer.py --shape deepseek_v3 --tokens 1,16,128 --recipe fp8
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+import itertools
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import _bench
@@ -145,6 +146,32 @@ def bare_gemms_us(
     return _bench.median_us(lambda: run(a1, a2, params, m_indices), repeats=10) / repeats
 
 
+def measure(cfg: dg.MoEConfig, params: dg.MoEParams, num_tokens: int) -> dict:
+    """Check, then time, one configuration at one number of tokens."""
+    layer = jax.jit(dg.moe_layer, static_argnames="cfg")
+    x = jax.random.normal(jax.random.key(num_tokens), (num_tokens, cfg.hidden_size), jnp.bfloat16)
+    error = check(layer(x, params, cfg=cfg), x, params, cfg)
+    low, high = (0.0, 0.006) if cfg.recipe == "bf16" else (0.03, 0.06)
+    if not low <= error <= high:
+        raise SystemExit(f"{cfg}, T={num_tokens}: relative error {error}, not timed")
+    ids = dg.route(dg.steps.route.router_logits(x, params.gate_weight), cfg.router).topk_ids
+    plan = dg.plan(cfg, num_tokens)
+    memory = layer.lower(x, params, cfg=cfg).compile().memory_analysis()
+    return {
+        "backend": plan.backend,
+        "layout": plan.layout,
+        "alignment": plan.alignment,
+        "us": layers_us(cfg, params, num_tokens, max(4, min(32, 2048 // num_tokens))),
+        "one_call_us": _bench.median_us(functools.partial(layer, x, params, cfg=cfg)),
+        "floor_us": floor_us(cfg, num_tokens, np.asarray(ids)),
+        "control": "the layer's two grouped GEMMs alone, same run",
+        "control_us": bare_gemms_us(cfg, params, num_tokens, ids),
+        "error": error,
+        "bytes_predicted": plan.workspace_bytes,
+        "bytes_measured": memory.temp_size_in_bytes,
+    }
+
+
 def main(
     shape: str = "deepseek_v3,deepseek_v3_ep8,qwen3_30b",
     tokens: str = "",
@@ -152,73 +179,28 @@ def main(
     backend: str = "auto",
     out: Path = Path("bench/layer.jsonl"),
 ) -> None:
-    """Run every (shape, tokens) and append a line each to `out`."""
+    """Run every (shape, tokens, recipe, backend), each a comma-separated list; a line each."""
     console = Console()
     env = _bench.environment()
     copy = _bench.copy_bytes_per_s(2**32 if env["gpu"] != "cpu" else 2**26)
-    columns = (
-        "shape",
-        "T",
-        "align",
-        "us",
-        "one call us",
-        "GEMMs us",
-        "floor us",
-        "% floor",
-        "error",
-    )
-    table = Table(*columns, title=f"{env['gpu']}, {recipe}, copy {copy / 1e12:.2f} TB/s")
-    for name in shape.split(","):
+    columns = ("shape", "T", "recipe", "backend", "align", "us", "one call", "GEMMs", "floor", "%")
+    table = Table(*columns, title=f"{env['gpu']}, copy {copy / 1e12:.2f} TB/s, times in us")
+    for name, kind in itertools.product(shape.split(","), recipe.split(",")):
         s = SHAPES[name]
-        router = dg.RouterConfig(top_k=s.k)
-        cfg = dg.MoEConfig(s.E, s.H, s.I, router, recipe=recipe, backend=backend)
-        params = random_params(cfg, jax.random.key(0))
-        layer = jax.jit(dg.moe_layer, static_argnames="cfg")
-        for num_tokens in [int(t) for t in tokens.split(",")] if tokens else s.tokens:
-            x = jax.random.normal(jax.random.key(num_tokens), (num_tokens, s.H), jnp.bfloat16)
-            error = check(layer(x, params, cfg=cfg), x, params, cfg)
-            low, high = (0.0, 0.006) if recipe == "bf16" else (0.03, 0.06)
-            if not low <= error <= high:
-                raise SystemExit(f"{name}, T={num_tokens}: relative error {error}, not timed")
-            logits = dg.steps.route.router_logits(x, params.gate_weight)
-            ids = dg.route(logits, router).topk_ids
-            count = max(4, min(32, 16384 // num_tokens // 8))
-            us = layers_us(cfg, params, num_tokens, count)
-            once = _bench.median_us(functools.partial(layer, x, params, cfg=cfg))
-            gemms = bare_gemms_us(cfg, params, num_tokens, ids)
-            floor = floor_us(cfg, num_tokens, np.asarray(ids))
-            plan = dg.plan(cfg, num_tokens)
-            memory = layer.lower(x, params, cfg=cfg).compile().memory_analysis()
-            record = {"bench": "layer", **env, "shape": name, **asdict(s), "T": num_tokens}
-            del record["tokens"]
-            record |= {
-                "recipe": recipe,
-                "backend": plan.backend,
-                "layout": plan.layout,
-                "alignment": plan.alignment,
-                "us": us,
-                "one_call_us": once,
-                "floor_us": floor,
-                "control": "the layer's two grouped GEMMs alone, same run",
-                "control_us": gemms,
-                "copy_bytes_per_s": copy,
-                "error": error,
-                "bytes_predicted": plan.workspace_bytes,
-                "bytes_measured": memory.temp_size_in_bytes,
-            }
-            _bench.append(out, record)
-            numbers = (us, once, gemms, floor, 100 * floor / us)
-            table.add_row(
-                name,
-                str(num_tokens),
-                str(plan.alignment),
-                *(f"{n:.0f}" for n in numbers),
-                f"{error:.4f}",
-            )
-            console.print(
-                f"{name} T={num_tokens}: {us:.0f} us, GEMMs alone {gemms:.0f}, floor {floor:.0f}",
-                highlight=False,
-            )
+        base = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=kind)
+        params = random_params(base, jax.random.key(0))
+        sizes = [int(t) for t in tokens.split(",")] if tokens else s.tokens
+        for num_tokens, which in itertools.product(sizes, backend.split(",")):
+            found = measure(replace(base, backend=which), params, num_tokens)
+            record = {"bench": "layer", **env, "copy_bytes_per_s": copy, "shape": name}
+            record |= {"E": s.E, "k": s.k, "H": s.H, "I": s.I, "T": num_tokens, "recipe": kind}
+            _bench.append(out, record | found)
+            times = [found[n] for n in ("us", "one_call_us", "control_us", "floor_us")]
+            row = [name, num_tokens, kind, found["backend"], found["alignment"]]
+            row += [f"{t:.0f}" for t in times] + [f"{100 * found['floor_us'] / found['us']:.0f}"]
+            table.add_row(*map(str, row))
+            console.print(*row, highlight=False)
+        del params
     console.print(table)
 
 
