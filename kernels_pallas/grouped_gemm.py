@@ -176,7 +176,8 @@ def gemm_tiled(
             return expert, width
 
         def walk(per_width):
-            """Runs one of `per_width` on each tile; it gets expert, tile and the first K step."""
+            """Runs one of `per_width` on each tile; it gets expert, tile and the first K step.
+            Returns the number of K steps."""
 
             def turn(i, carry):
                 step, expert, width = carry
@@ -195,13 +196,16 @@ def gemm_tiled(
 
                 return step + jnp.where(expert >= 0, k_steps, 0), *following
 
-            lax.fori_loop(0, pl.cdiv(tiles, grid), turn, (jnp.int32(0), *look(0)))
+            return lax.fori_loop(0, pl.cdiv(tiles, grid), turn, (jnp.int32(0), *look(0)))[0]
+
+        def acquire(step):
+            slot = lax.rem(step, tile.stages)
+            pl.when(step >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            return slot
 
         def load(width, expert, row, column, first):
             def body(i, _):
-                step = first + i
-                slot = lax.rem(step, tile.stages)
-                pl.when(step >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                slot = acquire(first + i)
                 depths = pl.ds(i * depth, depth)
                 plgpu.copy_gmem_to_smem(
                     b_ref.at[expert, pl.ds(column * tile.columns, tile.columns), depths],
@@ -312,7 +316,10 @@ def gemm_tiled(
 
         def producer():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            walk([functools.partial(load, width) for width in tile.widths])
+            steps = walk([functools.partial(load, width) for width in tile.widths])
+            if interpret:  # which wants every phase of a barrier seen
+                for i in range(tile.stages):
+                    acquire(steps + i)
 
         def consumer():
             plgpu.set_max_registers(_consumer_registers(tile.warpgroups), action="increase")
