@@ -185,16 +185,3 @@ def _quotient(x: Array, by: Array | float, inverse: Array | float) -> Array:
     that Mosaic's arithmetic allows, and adding its share rounds right (Markstein's theorem)."""
     quotient = x * inverse
     return quotient + (x - quotient * by) * inverse
-
-
-def pipelined(first: Array, count: Array | int, load: Callable, compute: Callable) -> None:
-    """compute(i, load(i)) for `count` >= 1 values of i from `first`, each load issued before the
-    computation that precedes it."""
-
-    def step(i, loaded):
-        ahead = load(first + i + 1)
-        compute(first + i, loaded)
-        return ahead
-
-    last = lax.fori_loop(0, count - 1, step, load(first))
-    compute(first + count - 1, last)

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, I32, Registers, launch, pipelined, vector
+from ._common import BF16, F32, I32, Registers, launch, vector
 from .quant import (
     GROUP,
-    block_grid,
-    block_groups,
     block_rows,
     check_group,
     quantize_tile,
@@ -24,6 +22,9 @@ from .quant import (
 )
 
 LOG2E = math.log2(math.e)
+# Rows of a block; groups of a row that it does in turn, so that a block of padding costs little;
+# and the blocks that there should be before it does more than one.
+TILE, GROUPS, BLOCKS = 16, 8, 1056
 
 
 def act(
@@ -105,7 +106,9 @@ def _gated(
     if m == 0:
         return tuple(jnp.zeros(t.shape, t.dtype) for t in out_type)
     regs = Registers(interpret)
-    tile = tile_rows(m)
+    tile = tile_rows(m, TILE)
+    blocks = -(-m // tile)
+    each = max(1, min(GROUPS, groups, blocks * groups // BLOCKS))
     layout = row_layout(tile)
 
     def kernel(gateup_ref, m_indices_ref, *out_refs):
@@ -126,14 +129,23 @@ def _gated(
 
         @pl.when(live)
         def _():
-            pipelined(*block_groups(lax.axis_index("g"), m, groups), load, compute)
+            first = lax.axis_index("g") * each
+            count = each if groups % each == 0 else jnp.minimum(each, groups - first)
+
+            def step(i, loaded):  # Loads are issued before the computation that precedes them.
+                ahead = load(first + i + 1)
+                compute(first + i, loaded)
+                return ahead
+
+            last = lax.fori_loop(0, count - 1, step, load(first))
+            compute(first + count - 1, last)
 
     # The hardware's exp2 is the one that the library calls, less its care for subnormals, which
     # cannot matter beside 1; the hardware's tanh has 11 bits, which would.
     return launch(
         kernel,
         out_type,
-        grid=block_grid(m, groups),
+        grid={"m": blocks, "g": -(-groups // each)},
         interpret=interpret,
         barriers=False,
         approx_math=activation != "situ",

@@ -72,7 +72,7 @@ def gemm(
         `alignment` rows come first in it and name the same expert; a block whose first row is
         padding is skipped, its weights unread.
       alignment: rows in a block: 8, 16, 32, 64 or 128.
-      interpret: run on a CPU, in Mosaic GPU interpret mode.
+      interpret: run on a CPU, in Mosaic GPU interpret mode, where a jnp.dot stands for WGMMA.
 
     Returns:
       [M, N] bf16. Rows whose m_indices is -1 are unspecified.
@@ -267,7 +267,7 @@ def gemm_tiled(
             return pl.run_scoped(scope, plgpu.ACC((_WGMMA_ROWS, width)))
 
         def accumulate_in_registers(width, expert, column, first):
-            """FP8: each K block's product is scaled before it is added."""
+            """FP8: each K block's product is scaled before it is added. Also bf16, interpreted."""
             group = lax.div(column * tile.columns + warpgroup * own_rows, GROUP)
 
             def b_scale_at(i):

@@ -30,10 +30,10 @@ ROW_BYTES = 16384  # of shared memory a block, so that many blocks share a multi
 
 MOST_SCALED = 4096  # rows whose scales permute_rows moves with their values
 
-BLOCK = 256  # assignments that a block of permute_index places
+BLOCK = 128  # assignments that a block of permute_index places, twice as many if there are many
 SINGLE = 256  # up to here one block places all, in one launch
-# Loads in flight, of scalars and of vectors: one at a time would wait for memory each time.
-UNROLL, SCAN_UNROLL = 8, 32
+# Loads in flight, from shared and from global memory: one by one, each would be waited for.
+UNROLL, FAR_UNROLL = 8, 32
 
 
 def permute_index(
@@ -59,7 +59,8 @@ def permute_index(
         nothing = jnp.full(rows, -1, I32)
         return jnp.full(topk_ids.shape, -1, I32), nothing, nothing
     ids = topk_ids.reshape(n)
-    sums = () if n <= SINGLE else _sum_counts(ids, num_experts, interpret)
+    size = BLOCK if n <= 65536 else 2 * BLOCK
+    sums = () if n <= SINGLE else _sum_counts(ids, num_experts, size, interpret)
     src2dst, dst2src, m_indices = _place(
         ids,
         *sums,
@@ -67,6 +68,7 @@ def permute_index(
         num_experts=num_experts,
         alignment=alignment,
         rows=rows,
+        size=-(-n // 128) * 128 if n <= SINGLE else size,
         interpret=interpret,
     )
     return src2dst.reshape(topk_ids.shape), dst2src, m_indices
@@ -81,28 +83,28 @@ def _unrolled(count: int, body: Callable, carry: object, by: int = UNROLL) -> ob
     return lax.fori_loop(0, count // by, lambda i, c: body(i * by, c), carry)
 
 
-def _sum_counts(ids: Array, num_experts: int, interpret: bool) -> tuple[Array, Array]:
-    """ids [n] -> before [blocks, lanes]: assignments to each expert in earlier blocks of BLOCK ids;
-    total [lanes]. lanes: E in whole warpgroups."""
+def _sum_counts(ids: Array, num_experts: int, size: int, interpret: bool) -> tuple[Array, Array]:
+    """ids [n] -> before [blocks, lanes]: assignments to each expert in earlier blocks of `size`;
+    total [lanes]. lanes: E in whole warpgroups. Blocks past the end fill up the warps of the sum:
+    four warps sum a quarter of the blocks each, FAR_UNROLL at a time."""
     n, lanes = ids.shape[0], _whole_warpgroups(num_experts)
     regs = Registers(interpret)
-    # Four warps sum a quarter of the blocks each, SCAN_UNROLL at a time.
-    blocks = -(-n // (BLOCK * WARPS * SCAN_UNROLL)) * WARPS * SCAN_UNROLL
+    blocks = -(-n // (size * WARPS * FAR_UNROLL)) * WARPS * FAR_UNROLL
     steps = blocks // WARPS
 
     def count(ids_ref, counts_ref):
-        first = lax.axis_index("b") * BLOCK
+        first = lax.axis_index("b") * size
         by_expert = vector(lanes)
         expert = regs.iota((lanes,), 0, by_expert)
 
         def add(i, counts):
-            index = [first + i * UNROLL + u for u in range(UNROLL)]
+            index = [first + i * FAR_UNROLL + u for u in range(FAR_UNROLL)]
             found = [jnp.where(x < n, ids_ref[jnp.minimum(x, n - 1)], -1) for x in index]
             return _count(found, expert, counts)
 
-        # None in the blocks past the end, which only fill up the warps of the sum.
-        steps = lax.div(jnp.minimum(jnp.maximum(n - first, 0), BLOCK) + (UNROLL - 1), UNROLL)
-        counts = lax.fori_loop(0, steps, add, regs.full((lanes,), 0, by_expert))
+        mine = jnp.minimum(jnp.maximum(n - first, 0), size)
+        turns = lax.div(mine + (FAR_UNROLL - 1), FAR_UNROLL)
+        counts = lax.fori_loop(0, turns, add, regs.full((lanes,), 0, by_expert))
         counts_ref[lax.axis_index("b"), :] = counts
 
     counts = launch(
@@ -121,10 +123,10 @@ def _sum_counts(ids: Array, num_experts: int, interpret: bool) -> tuple[Array, A
         zeros = regs.full(shape, 0, layout)
 
         def load(i):
-            return [regs.load(counts_ref.at[:, i + u, columns], layout) for u in range(SCAN_UNROLL)]
+            return [regs.load(counts_ref.at[:, i + u, columns], layout) for u in range(FAR_UNROLL)]
 
         quarters_ref[...] = _unrolled(
-            steps, lambda i, sums: functools.reduce(jnp.add, load(i), sums), zeros, SCAN_UNROLL
+            steps, lambda i, sums: functools.reduce(jnp.add, load(i), sums), zeros, FAR_UNROLL
         )
         plgpu.commit_smem()
         before, total = zeros, zeros
@@ -140,7 +142,7 @@ def _sum_counts(ids: Array, num_experts: int, interpret: bool) -> tuple[Array, A
                 before = before + counts
             return before
 
-        _unrolled(steps, store, before, SCAN_UNROLL)
+        _unrolled(steps, store, before, FAR_UNROLL)
 
     before, total = launch(
         scan,
@@ -169,13 +171,14 @@ def _place(
     num_experts: int,
     alignment: int,
     rows: int,
+    size: int,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
-    """ids [n] and, unless one block does all, _sum_counts -> src2dst [n], dst2src, m_indices."""
+    """ids [n] and, unless one block does all, _sum_counts -> src2dst [n], dst2src, m_indices.
+    A block places `size` ids; blocks past the end share the filling of padding."""
     n, lanes = ids.shape[0], _whole_warpgroups(num_experts)
     single = not sums
-    size = -(-n // 128) * 128 if single else BLOCK
-    blocks = 1 if single else -(-n // BLOCK)
+    blocks = 1 if single else sums[0].shape[0]
     regs = Registers(interpret)
     by_slot, by_expert = vector(size), vector(lanes)
 
@@ -193,7 +196,7 @@ def _place(
 
         ids_smem[...] = regs.full((size,), -1, by_slot)
         plgpu.commit_smem()
-        _for_pieces(stage, block, blocks, n, size)
+        _for_pieces(stage, block, single, n, size)
         plgpu.commit_smem()
         ids = regs.load(ids_smem, by_slot)
         ids = jnp.where(ids < num_experts, ids, -1)
@@ -242,7 +245,7 @@ def _place(
             there, here, layout = _piece(first, start, length)
             src2dst_ref[there] = regs.load(rows_smem.at[here], layout)
 
-        _for_pieces(store, block, blocks, n, size)
+        _for_pieces(store, block, single, n, size)
 
         def scatter(i, carry):
             placed = [(rows_smem[i + u], ids_smem[i + u]) for u in range(UNROLL)]
@@ -284,21 +287,22 @@ def _piece(first: Array, start: int, length: int) -> tuple:
     return pl.ds(first + start, length), pl.ds(start, length), vector(length)
 
 
-def _for_pieces(move: Callable, block: Array, blocks: int, n: int, size: int) -> None:
+def _for_pieces(move: Callable, block: Array, single: bool, n: int, size: int) -> None:
     """move(start, length) for pieces that cover this block's share of n: `size`, in the last block
-    the rest, as two powers of two that may overlap."""
+    the rest, as two powers of two that may overlap, and then nothing."""
+    last = -(-n // size) - 1
 
     def rest():
-        count = n - (blocks - 1) * size
+        count = n - last * size
         part = count if count == size else pow2_floor(count)
         for start in sorted({0, count - part}):
             move(start, part)
 
-    if blocks == 1:
+    if single:
         rest()
     else:
-        pl.when(block == blocks - 1)(rest)
-        pl.when(block != blocks - 1)(lambda: move(0, size))
+        pl.when(block == last)(rest)
+        pl.when(block < last)(lambda: move(0, size))
 
 
 def _exclusive_sum(x: Array, smem, lanes: int, layout, regs: Registers) -> Array:
@@ -339,7 +343,7 @@ def _fill_padding(
     """-1 in the padding of every `blocks`-th segment and in this block's share of what follows the
     last one. `ends`: shared memory, and where in it the ends of the experts' live rows begin."""
     eight = regs.full((8,), -1, vector(8))
-    many = regs.full((BLOCK,), -1, vector(BLOCK))
+    many = regs.full((128,), -1, vector(128))
 
     def fill(first, count, stride, width, value):
         def body(i, carry):
@@ -369,7 +373,7 @@ def _fill_padding(
 
     lax.fori_loop(0, -(-num_experts // blocks), segment, 0)
     used = _round_up(ends[0][ends[1] + num_experts - 1], alignment)
-    for width, value in ((BLOCK, many), (8, eight)):
+    for width, value in ((128, many), (8, eight)):
         count = lax.div(rows - used, width)
         # This block's share: every `blocks`-th piece, from its own number on.
         share = lax.div(jnp.maximum(count - block + (blocks - 1), 0), blocks)

@@ -9,9 +9,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import BF16, F32, FP8, I32, Registers, launch, pipelined, spread_rows, vector
+from ._common import BF16, F32, FP8, I32, Registers, launch, spread_rows, vector
 
 GROUP = 128
+TILE = 32  # rows of a block, each a group wide
 E4M3_MAX = 448.0
 FLOOR_BITS = int(np.float32(1e-10).view(np.int32))
 
@@ -35,25 +36,18 @@ def quant(
     if m == 0:
         return tuple(jnp.zeros(t.shape, t.dtype) for t in out_type)
     regs = Registers(interpret)
-    tile = tile_rows(m)
+    tile = tile_rows(m, TILE)
     layout = row_layout(tile)
 
     def kernel(x_ref, values_ref, scales_ref):
-        rows = block_rows(lax.axis_index("m"), tile, m)
-
-        def load(g):
-            return regs.load(x_ref.at[rows, g, :], layout)
-
-        def store(g, x):
-            x = x.astype(F32)
-            values_ref[rows, g, :], scales_ref[g, rows] = quantize_tile(x, layout, ue8m0, regs)
-
-        pipelined(*block_groups(lax.axis_index("g"), m, k // GROUP), load, store)
+        rows, g = block_rows(lax.axis_index("m"), tile, m), lax.axis_index("g")
+        x = regs.load(x_ref.at[rows, g, :], layout).astype(F32)
+        values_ref[rows, g, :], scales_ref[g, rows] = quantize_tile(x, layout, ue8m0, regs)
 
     values, scales = launch(
         kernel,
         (jax.ShapeDtypeStruct((m, k // GROUP, GROUP), FP8), out_type[1]),
-        grid=block_grid(m, k // GROUP),
+        grid={"m": -(-m // tile), "g": k // GROUP},
         interpret=interpret,
         barriers=False,
     )(x.reshape(m, k // GROUP, GROUP))
@@ -70,29 +64,9 @@ def quantized_type(m: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtype
     return jax.ShapeDtypeStruct((m, k), FP8), scales
 
 
-# Rows and groups of a block: enough bytes on their way, few enough registers, and many blocks.
-TILE, GROUPS, BLOCKS = 32, 8, 1056
-
-
-def tile_rows(m: int) -> int:
-    """1, or steps of the 8 rows that a load of the row layout covers."""
-    return TILE if m >= TILE else 8 if m >= 8 else 1
-
-
-def block_grid(m: int, groups: int) -> dict[str, int]:
-    return {"m": -(-m // tile_rows(m)), "g": -(-groups // _groups_of_block(m, groups))}
-
-
-def _groups_of_block(m: int, groups: int) -> int:
-    tiles = -(-m // tile_rows(m))
-    return max(1, min(GROUPS, groups, tiles * groups // BLOCKS))
-
-
-def block_groups(block: Array, m: int, groups: int) -> tuple[Array, Array | int]:
-    """First group and number of groups of a block."""
-    each = _groups_of_block(m, groups)
-    first = block * each
-    return first, each if groups % each == 0 else jnp.minimum(each, groups - first)
+def tile_rows(m: int, most: int) -> int:
+    """Rows of a block: 1, or steps of the 8 rows that a load of the row layout covers."""
+    return most if m >= most else 8 if m >= 8 else 1
 
 
 def block_rows(block: Array, tile: int, m: int) -> Array | pl.Slice:

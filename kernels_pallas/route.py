@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 
 from ._common import F32, I32, LANES, Registers, launch, pow2_floor, spread_rows, vector
 
-TILE = 4
 LARGEST = float(np.finfo(np.float32).max)
 # Where int32 arrays are selected below, the array comes first: Mosaic takes the signedness of the
 # first case, a constant has none, and maxima of keys must be signed.
@@ -60,8 +59,7 @@ def route(
     if t == 0:
         return tuple(jnp.zeros(o.shape, o.dtype) for o in out_type)
 
-    # Rows a block, spread over the warps; a single row is every warp's.
-    tile = next(rows for rows in (TILE, 4, 1) if t >= rows)
+    tile = 4 if t >= 4 else 1  # rows of a block, one a warp; a single row is every warp's
     experts = _Experts(num_experts, tile, Registers(interpret))
 
     def kernel(logits_ref, *refs):

@@ -159,7 +159,7 @@ def shared_by_tests(build):
 @shared_by_tests
 def random_layer(
     *,
-    experts: int = 8,
+    experts: int = 4,
     hidden: int = 128,
     inner: int = 128,
     shared: int = 0,
@@ -185,7 +185,7 @@ def random_layer(
 
 @shared_by_tests
 def exact_layer(*, shared: int = 0, scaling_factor: float = 1.0, **cfg) -> Layer:
-    """8 experts of 128 x 128 whose arithmetic, with `exact_tokens`, is exact in f32 in any order.
+    """4 experts of 128 x 128 whose arithmetic, with `exact_tokens`, is exact in f32 in any order.
 
     Each FP8 group and block has an amax of 448 times a power of two, so its scale is one. Gates
     are 448 times a power of two, its negative, or 0: silu gives the gate or nothing, exactly.
@@ -204,8 +204,8 @@ def exact_layer(*, shared: int = 0, scaling_factor: float = 1.0, **cfg) -> Layer
         w2[3, 7] = 448  # the block's amax; gate 7 is off
         return w13.reshape(256, 128) * 2.0**power, w2 * 2.0**-power
 
-    w13, w2 = zip(*(expert(e % 3) for e in range(8)), strict=True)
-    raw = {"gate_weight": np.zeros((8, 128)), "w13": np.stack(w13), "w2": np.stack(w2)}
+    w13, w2 = zip(*(expert(e % 3) for e in range(4)), strict=True)
+    raw = {"gate_weight": np.zeros((4, 128)), "w13": np.stack(w13), "w2": np.stack(w2)}
     if shared:
         raw["shared_w13"], raw["shared_w2"] = expert(1)
     raw = {name: np.asarray(w).astype(ml_dtypes.bfloat16) for name, w in raw.items()}
