@@ -1,0 +1,276 @@
+"""The layer on one device against the float64 oracle, exact first, at sizes that hurt."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import (
+    BACKENDS,
+    bits,
+    error,
+    every_backend,
+    every_recipe,
+    exact_layer,
+    exact_tokens,
+    f64,
+    moe_layer,
+    random_ids,
+    random_layer,
+    rounded_oracle,
+    routing,
+    same_bits,
+    tokens,
+    walk,
+)
+
+import dgmoe_jax as dg
+from dgmoe_jax import reference
+
+
+def router(**kw):
+    return dg.RouterConfig(**kw)
+
+
+GROUPED = router(top_k=8, scoring="sigmoid", num_groups=4, top_groups=2, scaling_factor=2.5)
+PAIRED = router(top_k=2, scoring="sigmoid", num_groups=2, top_groups=1, scaling_factor=2.5)
+
+# tokens and layer; each size of the issue at least once (0 tokens: test_reports).
+LARGE = {
+    "T1": (1, dict(experts=4, hidden=7168, inner=64, router=router(top_k=4))),
+    "T3": (3, dict(experts=256, hidden=128, inner=64, bias=True, router=GROUPED)),
+    "T17": (17, dict(experts=128, hidden=576, inner=64, router=router(top_k=6, renormalize=False))),
+    "T127": (127, dict(experts=60, hidden=384, inner=192, shared=2, router=router(top_k=4))),
+    "T129": (129, dict(experts=8, hidden=3584, bias=True, shared=1, router=PAIRED)),
+    "T1024": (1024, dict(experts=4, hidden=576, router=router(top_k=2, scoring="sqrtsoftplus"))),
+}
+SMALL = {
+    "grouped": (17, dict(experts=8, hidden=128, bias=True, router=PAIRED)),
+    "padded": (3, dict(hidden=192, inner=64, shared=1, router=router(top_k=3))),
+}
+# From an oracle that rounds where the layer rounds: what an ulp of f32 moves across a boundary.
+ROUNDED = {"bf16": 0.003, "fp8_block": 0.01}
+sizes = pytest.mark.parametrize(
+    "backend, count, build",
+    [pytest.param("xla", *size, id=f"xla-{name}") for name, size in LARGE.items()]
+    + [pytest.param(b, *size, id=f"{b}-{n}") for b in BACKENDS[1:] for n, size in SMALL.items()],
+)
+
+
+@every_backend
+@every_recipe
+def test_integers_and_powers_of_two_are_exact_to_the_last_bit(backend, recipe):
+    layer = exact_layer(shared=1, recipe=recipe, backend=backend, scaling_factor=0.5)
+    x, ids = exact_tokens(17), random_ids(1, 17, 2, 4)
+    ids[3], ids[5, 1] = -1, -1
+    weights = np.exp2(np.random.default_rng(2).integers(-2, 3, (17, 2)))
+    want = rounded_oracle(layer, x, ids, weights)
+    assert np.abs(want[[0, 16]]).min() > 0
+    np.testing.assert_array_equal(f64(layer(x, ids, weights)), want)
+
+
+@sizes
+def test_bf16_is_within_0_6_percent_of_the_oracle(backend, count, build):
+    layer = random_layer(recipe="bf16", backend=backend, **build)
+    x = tokens(count, build["hidden"])
+    assert error(layer(x), layer.oracle(x, *layer.reference_routing(x))) < 0.006
+
+
+@sizes
+def test_fp8_is_4_2_to_4_8_percent_from_unquantised_activations(backend, count, build):
+    layer = random_layer(recipe="fp8_block", backend=backend, **build)
+    x = tokens(count, build["hidden"])
+    ids, weights = layer.reference_routing(x)
+    # The error of a few tokens is a few draws; of many, their mean.
+    low, high = (0.042, 0.048) if count > 3 else (0.035, 0.055)
+    got = layer(x, ids, weights)
+    assert low < error(got, layer.oracle(x, ids, weights, prepared=True)) < high
+
+
+@pytest.mark.parametrize(
+    "backend, name",
+    [("xla", "T3"), ("xla", "T127"), ("xla", "T1024")]
+    + [(b, n) for b in BACKENDS[1:] for n in SMALL],
+)
+def test_fp8_is_within_0_3_percent_on_its_own_bytes(backend, name):
+    count, build = {**LARGE, **SMALL}[name]
+    layer = random_layer(recipe="fp8_block", backend=backend, **build)
+    x = tokens(count, build["hidden"])
+    ids, weights = layer.reference_routing(x)
+    steps = walk(layer, x, ids, weights, backend)
+    src2dst, _, m_indices = steps.index
+    live = m_indices >= 0
+    w13, w2, *_ = layer.decoded
+
+    def product(operand, w):
+        values, scales = operand
+        rows = reference.decode_fp8(values, scales[:, : len(values)].T)
+        out = np.zeros((len(rows), w.shape[1]))
+        for e in np.unique(m_indices[live]):
+            out[m_indices == e] = rows[m_indices == e] @ w[e].T
+        return out
+
+    gateup, out = product(steps.rows, w13), product(steps.inner, w2)
+    assert error(steps.gateup[live], gateup[live]) < 0.003
+    assert error(steps.out[live], out[live]) < 0.003
+    want = np.einsum("tk,tkh->th", f64(weights), out[src2dst]) * layer.cfg.router.scaling_factor
+    if steps.shared is not None:
+        want += f64(steps.shared)
+    assert error(steps.y, want[:, : build["hidden"]]) < 0.003
+    # These steps are the layer: nothing else happens inside.
+    same_bits(layer(x, ids, weights), steps.y)
+
+
+@pytest.mark.parametrize(
+    "activation, recipe",
+    [
+        (dg.SiLU(limit=0.5), "bf16"),
+        (dg.OAISwiGLU(1.702, 0.75), "fp8_block"),
+        (dg.SiTU(beta=1.5, linear_beta=0.5), "fp8_block"),
+    ],
+)
+def test_every_activation_serves_routed_and_shared_experts(activation, recipe):
+    layer = random_layer(activation=activation, shared=1, recipe=recipe, backend="xla")
+    x, ids = tokens(17, 128), random_ids(0, 17, 2, 4)
+    weights = np.random.default_rng(0).random((17, 2))
+    assert error(layer(x, ids, weights), rounded_oracle(layer, x, ids, weights)) < ROUNDED[recipe]
+
+
+# --- who may touch whom
+
+
+@every_backend
+@every_recipe
+def test_a_token_does_not_depend_on_its_neighbours(backend, recipe):
+    layer = random_layer(recipe=recipe, backend=backend)
+    x, ids = np.array(tokens(17, 128)), random_ids(3, 17, 2, 4)
+    want = layer(x, ids)
+    for seed in range(3 if backend == "xla" else 1):
+        kept = np.random.default_rng(seed).random(17) < 0.3
+        kept[seed * 8] = True
+        other, other_ids = np.array(tokens(17, 128, seed=seed)), random_ids(seed, 17, 2, 4)
+        other[kept], other_ids[kept] = x[kept], ids[kept]
+        same_bits(layer(other, other_ids)[kept], want[kept])
+    own = layer(x)
+    other = np.array(tokens(17, 128, seed=9))
+    other[5] = x[5]
+    same_bits(layer(other)[5], own[5])
+
+
+@every_recipe
+def test_a_token_alone_equals_the_token_in_a_batch(recipe):
+    layer = random_layer(hidden=576, inner=192, recipe=recipe, backend="xla")
+    x, ids = tokens(129, 576), random_ids(3, 129, 2, 4)
+    same_bits(layer(x[:1], ids[:1]), layer(x, ids)[:1])
+
+
+@every_backend
+@every_recipe
+def test_nan_or_inf_in_a_token_makes_that_token_nan_and_no_other(backend, recipe):
+    layer = random_layer(recipe=recipe, backend=backend)
+    clean, dirty = tokens(17, 128), np.array(tokens(17, 128))
+    dirty[4, 77], dirty[9, 0], dirty[16, 127] = np.nan, np.inf, -np.inf
+    bad = np.isin(np.arange(17), (4, 9, 16))
+    for ids in (None, random_ids(3, 17, 2, 4)):
+        want, got = layer(clean, ids), layer(dirty, ids)
+        assert np.isnan(f64(got[bad])).all()
+        same_bits(got[~bad], want[~bad])
+
+
+@every_backend
+@every_recipe
+def test_inputs_are_not_modified(backend, recipe):
+    layer = random_layer(recipe=recipe, backend=backend)
+    given = (jnp.asarray(tokens(17, 128)), layer.params, routing(random_ids(3, 17, 2, 4)))
+    before = [np.array(leaf) for leaf in jax.tree.leaves(given)]
+    jax.block_until_ready(moe_layer(*given[:2], cfg=layer.cfg, routing=given[2]))
+    for leaf, want in zip(jax.tree.leaves(given), before, strict=True):
+        same_bits(leaf, want)
+
+
+@every_recipe
+def test_tokens_that_are_not_valid_give_zeros_and_change_nobody(recipe):
+    """Shared experts see them too, and must not answer."""
+    layer = random_layer(shared=1, recipe=recipe, backend="xla")
+    x = np.array(tokens(17, 128))
+    want = layer(x, valid=jnp.ones(17, bool))
+    valid = np.arange(17) % 3 != 1
+    x[1], x[4] = np.nan, np.inf
+    got = layer(x, valid=jnp.asarray(valid))
+    same_bits(got[valid], want[valid])
+    np.testing.assert_array_equal(bits(got[~valid]), 0)
+
+
+# --- routing that the caller brings
+
+
+@pytest.mark.parametrize("top_k, recipe", [(1, "bf16"), (5, "fp8_block")])
+def test_routing_may_have_another_k_duplicates_and_absent_experts(top_k, recipe):
+    layer = random_layer(recipe=recipe, backend="xla")
+    rng = np.random.default_rng(4)
+    x, ids = tokens(17, 128), rng.integers(-1, 4, (17, top_k))
+    ids[0], ids[1] = 3, -1
+    weights = rng.random((17, top_k)).astype(np.float32)
+    got = layer(x, ids, weights)
+    assert error(got, rounded_oracle(layer, x, ids, weights)) < ROUNDED[recipe]
+    np.testing.assert_array_equal(f64(got[1]), 0.0)
+
+
+@every_backend
+def test_ids_out_of_range_contribute_nothing(backend):
+    """As -1 does: under jit they cannot raise, and they must not read another expert's row."""
+    layer = random_layer(backend=backend)
+    x, ids = tokens(17, 128), random_ids(3, 17, 2, 4)
+    absent = np.array(ids)
+    absent[2, 0], absent[5], absent[9, 1] = -1, -1, -1
+    wild = np.array(ids)
+    wild[2, 0], wild[5], wild[9, 1] = 4, (-7, 2**31 - 1), -(2**31)
+    same_bits(layer(x, wild), layer(x, absent))
+
+
+@every_backend
+@every_recipe
+def test_all_tokens_on_one_expert_and_an_expert_with_none(backend, recipe):
+    layer = random_layer(recipe=recipe, backend=backend)
+    x, ones = tokens(17, 128), np.ones((17, 2))
+    crowded = np.full((17, 2), (2, -1))
+    without_3 = np.where((ids := random_ids(0, 17, 2, 4)) == 3, 1, ids)
+    for ids in (crowded, without_3):
+        assert error(layer(x, ids), rounded_oracle(layer, x, ids, ones)) < ROUNDED[recipe]
+
+
+# --- calls that are refused
+
+
+@pytest.mark.parametrize(
+    "kind, words, change",
+    [
+        (ValueError, ["x", "(3, 64)", "(*, 128)"], dict(x=jnp.zeros((3, 64), jnp.bfloat16))),
+        (ValueError, ["x", "(128,)", "(*, 128)"], dict(x=jnp.zeros(128, jnp.bfloat16))),
+        (TypeError, ["x", "float32", "bfloat16"], dict(x=jnp.zeros((3, 128)))),
+        (ValueError, ["valid", "(2,)", "(3)"], dict(valid=jnp.ones(2, bool))),
+        (TypeError, ["valid", "int32", "bool"], dict(valid=jnp.ones(3, jnp.int32))),
+        (ValueError, ["topk_ids", "(2, 2)", "(3, *)"], dict(routing=routing(np.zeros((2, 2))))),
+        (
+            ValueError,
+            ["topk_weights", "(3, 1)", "(3, 2)"],
+            dict(routing=routing(np.zeros((3, 2)), np.zeros((3, 1)))),
+        ),
+        (
+            TypeError,
+            ["topk_ids", "uint8", "int32"],
+            dict(routing=dg.Routing(jnp.zeros((3, 2), jnp.uint8), jnp.zeros((3, 2)))),
+        ),
+        (
+            TypeError,
+            ["topk_weights", "bfloat16", "float32"],
+            dict(routing=dg.Routing(jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 2), jnp.bfloat16))),
+        ),
+    ],
+)
+def test_errors_name_the_array_what_came_and_what_is_allowed(kind, words, change):
+    layer = random_layer(backend="xla")
+    given = dict(x=jnp.zeros((3, 128), jnp.bfloat16))
+    given.update(change)
+    with pytest.raises(kind) as caught:
+        dg.moe_layer(given.pop("x"), layer.params, layer.cfg, **given)
+    assert all(word in str(caught.value) for word in words), caught.value
