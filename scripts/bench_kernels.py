@@ -73,7 +73,15 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
 
     x = normal(tokens, hidden)
     values, scales = jax.jit(xla("quant"))(x)
-    yield Case("quant", (x,), {}, size(x, values, scales), lambda out: (out[0], out[1][:, :tokens]))
+    # XLA's own division on a GPU is an ulp off now and then, which moves a value to its neighbour.
+    yield Case(
+        "quant",
+        (x,),
+        {},
+        size(x, values, scales),
+        lambda out: (out[0], out[1][:, :tokens]),
+        tolerance=3e-3,
+    )
 
     moved = size(values, scales) + real * (hidden + hidden // 32)
     yield Case("permute_rows", (values, scales, src2dst, dst2src), {}, moved, live)
@@ -123,10 +131,11 @@ def main(
     hidden: int = 7168,
     inner: int = 2048,
     backend: str = "pallas",
+    only: str = "",
     repeats: int = 8,
     out: Path = Path("bench/kernels.jsonl"),
 ) -> None:
-    """Check and time every kernel, the xla backend beside it; one line each to `out`."""
+    """Check and time every kernel (or those in `only`), the xla backend beside it."""
     console = Console()
     env = _bench.environment()
     copy = _bench.copy_bytes_per_s(2**32 if env["gpu"] != "cpu" else 2**24)
@@ -134,6 +143,8 @@ def main(
     table.title = f"{env['gpu']}, copy {copy / 1e12:.2f} TB/s"
     for num_tokens in map(int, tokens.split(",")):
         for case in cases(num_tokens, experts, top_k, hidden, inner):
+            if only and case.step not in only.split(","):
+                continue
             fn, control = (
                 functools.partial(backends.get(case.step, b), **case.kwargs)
                 for b in (backend, "xla")
