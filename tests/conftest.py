@@ -1,7 +1,7 @@
 """What the suites share: random layers, the float64 oracle, and the backends to run on.
 
 `BACKENDS` are those that can run here: on a CPU "xla" and "emulator" (the GPU kernels in interpret
-mode, slow: small shapes only), on a GPU "xla" and "deep_gemm".
+mode, slow: small shapes only), on a GPU "xla", "deep_gemm" and "pallas".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ settings.register_profile(
 settings.load_profile("suite")
 
 ON_GPU = jax.default_backend() == "gpu"
-BACKENDS = ("xla", "deep_gemm" if ON_GPU else "emulator")
+BACKENDS = ("xla", "deep_gemm", "pallas") if ON_GPU else ("xla", "emulator")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_recipe = pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
 

@@ -120,6 +120,15 @@ def test_fp8_is_within_0_3_percent_on_its_own_bytes(backend, name):
     same_bits(layer(x, ids, weights), steps.y)
 
 
+@every_backend
+@every_recipe
+def test_the_layer_runs_without_jit(backend, recipe):
+    layer, x = random_layer(recipe=recipe, backend=backend), tokens(3, 128)
+    ids, ones = random_ids(0, 3, 2, 4), np.ones((3, 2))
+    y = dg.moe_layer(jnp.asarray(x), layer.params, layer.cfg, routing=routing(ids))
+    assert error(y, rounded_oracle(layer, x, ids, ones)) < ROUNDED[recipe]
+
+
 @pytest.mark.parametrize(
     "activation, recipe",
     [

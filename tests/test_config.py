@@ -1,0 +1,374 @@
+"""What the user chooses and what is refused: config, plan, prepare_params."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import TOP_2, every_recipe, f64, gaussian, random_layer, same_bits
+
+import dgmoe_jax as dg
+from dgmoe_jax import checks
+from dgmoe_jax.layouts import Contiguous
+
+SMALL = dict(num_experts=8, hidden_size=128, intermediate_size=64, router=TOP_2)
+
+
+def config(**change):
+    return dg.MoEConfig(**{**SMALL, **change})
+
+
+def refuses(kind, words, call, *args, **kw):
+    with pytest.raises(kind) as caught:
+        call(*args, **kw)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# --- configs
+
+
+@pytest.mark.parametrize(
+    "kind, make, field, value, allowed",
+    [
+        (ValueError, dg.SiLU, "limit", 0.0, "positive"),
+        (ValueError, dg.SiLU, "limit", float("nan"), "finite"),
+        (TypeError, dg.SiLU, "limit", "7", "number"),
+        (ValueError, dg.OAISwiGLU, "alpha", -1.0, "positive"),
+        (TypeError, dg.OAISwiGLU, "limit", None, "number"),
+        (ValueError, lambda beta: dg.SiTU(beta, 1.0), "beta", float("inf"), "finite"),
+        (ValueError, lambda linear_beta: dg.SiTU(1.0, linear_beta), "linear_beta", 0, "positive"),
+        (ValueError, dg.RouterConfig, "top_k", 0, "at least 1"),
+        (TypeError, dg.RouterConfig, "top_k", 2.0, "int"),
+        (TypeError, dg.RouterConfig, "top_k", True, "int"),
+        (ValueError, dg.RouterConfig, "scoring", "tanh", "'sqrtsoftplus'"),
+        (ValueError, dg.RouterConfig, "selection", "random", "'hash'"),
+        (ValueError, dg.RouterConfig, "num_groups", 0, "at least 1"),
+        (ValueError, dg.RouterConfig, "top_groups", 3, "at most num_groups=1"),
+        (TypeError, dg.RouterConfig, "renormalize", 1, "bool"),
+        (ValueError, dg.RouterConfig, "scaling_factor", float("nan"), "finite"),
+        (TypeError, dg.RouterConfig, "scaling_factor", "2.5", "number"),
+        (ValueError, config, "num_experts", 0, "at least 1"),
+        (TypeError, config, "hidden_size", 128.0, "int"),
+        (ValueError, config, "intermediate_size", -64, "at least 1"),
+        (ValueError, config, "num_shared_experts", -1, "at least 0"),
+        (TypeError, config, "router", None, "RouterConfig"),
+        (TypeError, config, "activation", "silu", "SiTU"),
+        (ValueError, config, "recipe", "fp8", "'fp8_block'"),
+        (ValueError, config, "layout", "dense", "'contiguous'"),
+        (ValueError, config, "backend", "cuda", "'deep_gemm'"),
+    ],
+)
+def test_bad_fields_are_refused_by_name_value_and_what_is_allowed(
+    kind, make, field, value, allowed
+):
+    base = {"top_k": 2} if make is dg.RouterConfig else {}
+    refuses(kind, [f"{field}={value!r}", allowed], make, **{**base, field: value})
+
+
+@pytest.mark.parametrize(
+    "words, router",
+    [
+        (["num_experts=8", "num_groups=3"], dict(top_k=1, num_groups=3)),
+        (["top_k=9", "at most 8"], dict(top_k=9)),
+        (["top_k=3", "at most 2", "1 of 4 groups"], dict(top_k=3, num_groups=4)),
+    ],
+)
+def test_a_router_that_does_not_fit_the_experts_is_refused(words, router):
+    refuses(ValueError, words, config, router=dg.RouterConfig(**router))
+
+
+def test_configs_are_frozen_hashable_and_equal_by_value():
+    one, two = config(activation=dg.SiLU(limit=7)), config(activation=dg.SiLU(limit=7.0))
+    assert one == two and hash(one) == hash(two) and one != config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.num_experts = 4
+
+
+def test_defaults_are_the_documented_ones():
+    assert config() == config(
+        router=dg.RouterConfig(
+            top_k=2,
+            scoring="softmax",
+            selection="scores",
+            num_groups=1,
+            top_groups=1,
+            renormalize=True,
+            scaling_factor=1.0,
+        ),
+        activation=dg.SiLU(limit=None),
+        recipe="bf16",
+        num_shared_experts=0,
+        layout="auto",
+        backend="auto",
+    )
+
+
+def test_checks_name_the_array_its_shape_or_dtype_and_what_is_allowed():
+    refuses(ValueError, ["w", "(2, 3)", "(*, 4)"], checks.shape, "w", np.zeros((2, 3)), (None, 4))
+    refuses(ValueError, ["w", "(2,)", "(2, 3)"], checks.shape, "w", np.zeros(2), (2, 3))
+    refuses(TypeError, ["w", "int32", "a or b"], checks.dtype, "w", np.zeros(2, "i4"), ("a", "b"))
+    checks.shape("w", np.zeros((2, 3)), (None, 3))
+
+
+# --- plan
+
+
+def test_plan_is_a_pure_function_of_its_arguments():
+    for arch, count, recipe in itertools.product(
+        ("cpu", "sm90", "sm100"), (0, 1, 4001), ("bf16", "fp8_block")
+    ):
+        one, two = (dg.plan(config(recipe=recipe), count, arch=arch) for _ in range(2))
+        assert one == two and hash(one) == hash(two)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 17, 4001])
+@pytest.mark.parametrize("arch", ["cpu", "sm90"])
+def test_plan_has_room_for_the_worst_routing(arch, count):
+    got = dg.plan(config(), count, arch=arch, top_k=5)
+    assert got.layout == "contiguous" and got.capacity == got.rows
+    assert got.rows == Contiguous(got.alignment).rows(5 * count, 8)
+    assert got.rows % got.alignment == 0
+    assert dg.plan(config(), count, arch=arch).rows <= got.rows
+    assert got.why
+
+
+@every_recipe
+def test_plan_picks_the_kernels_measured_fastest_on_sm90_and_xla_elsewhere(recipe):
+    few, many = (dg.plan(config(recipe=recipe), t, arch="sm90") for t in (17, 65536))
+    assert (few.backend, many.backend) == ("pallas", "deep_gemm")
+    assert few.alignment == 32 and many.alignment == 128
+    for arch in ("cpu", "sm100", "gpu"):
+        assert dg.plan(config(recipe=recipe), 17, arch=arch).backend == "xla"
+    for backend in ("xla", "pallas", "deep_gemm"):
+        named = dg.plan(config(recipe=recipe, backend=backend), 17, arch="sm90")
+        assert named.backend == backend and "asked" in named.why
+
+
+def test_plan_needs_more_memory_for_more_tokens():
+    sizes = [dg.plan(config(), t, arch="cpu").workspace_bytes for t in (0, 64, 128, 1024)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[-1]
+
+
+def test_plan_respects_the_memory_that_is_free():
+    need = dg.plan(config(), 128, arch="cpu").workspace_bytes
+    assert dg.plan(config(), 128, arch="cpu", free_bytes=need).workspace_bytes == need
+    refuses(
+        MemoryError,
+        ["num_tokens=128", str(need), f"free_bytes={need - 1}"],
+        dg.plan,
+        config(),
+        128,
+        arch="cpu",
+        free_bytes=need - 1,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, words, cfg, count, kw",
+    [
+        (ValueError, ["num_tokens=-1", "at least 0"], {}, -1, {}),
+        (ValueError, ["num_tokens=1073741824", "int32"], {}, 2**30, {}),
+        (NotImplementedError, ["ep_size=2", "ep_size=1"], {}, 8, {"ep_size": 2}),
+        (NotImplementedError, ["layout='masked'", "'contiguous'"], {"layout": "masked"}, 8, {}),
+        (NotImplementedError, ["recipe='mxfp8'", "cpu", "'bf16'"], {"recipe": "mxfp8"}, 8, {}),
+        (NotImplementedError, ["recipe='mxfp4'", "cpu", "'bf16'"], {"recipe": "mxfp4"}, 8, {}),
+        (
+            NotImplementedError,
+            ["'pallas'", "sm100", "'xla'"],
+            {"backend": "pallas"},
+            8,
+            {"arch": "sm100"},
+        ),
+        (
+            NotImplementedError,
+            ["'deep_gemm'", "fp8_block", "sm100", "'xla'"],
+            {"recipe": "fp8_block", "backend": "deep_gemm"},
+            8,
+            {"arch": "sm100"},
+        ),
+    ],
+)
+def test_plan_refuses_with_what_is_available(kind, words, cfg, count, kw):
+    refuses(kind, words, dg.plan, config(**cfg), count, **{"arch": "cpu", **kw})
+
+
+def test_a_plan_that_the_caller_brings_is_followed_and_changes_no_bit():
+    layer = random_layer(backend="xla")
+    x = gaussian(np.random.default_rng(0), 17, 128)
+    own = dg.plan(layer.cfg, 17)
+    roomy = dataclasses.replace(own, rows=own.rows + 4 * own.alignment)
+    same_bits(layer(x, plan=roomy), layer(x))
+    text = jax.jit(dg.moe_layer, static_argnames=("cfg", "plan")).lower(
+        jnp.asarray(x), layer.params, cfg=layer.cfg, plan=roomy
+    )
+    assert f"tensor<{roomy.rows}x128xbf16>" in text.as_text()
+
+
+# --- prepare_params
+
+
+def raw_of(recipe="bf16", hidden=128, inner=64, **change):
+    return {**random_layer(recipe=recipe, hidden=hidden, inner=inner, shared=2).raw, **change}
+
+
+def prepare(recipe="bf16", hidden=128, inner=64, shared=2, arch=None, cfg=None, **change):
+    cfg = dg.MoEConfig(
+        num_experts=4,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        router=TOP_2,
+        recipe=recipe,
+        num_shared_experts=shared,
+    )
+    raw = {k: v for k, v in raw_of(recipe, hidden, inner, **change).items() if v is not None}
+    if not shared:
+        raw = {k: v for k, v in raw.items() if not k.startswith("shared")}
+    return dg.prepare_params(raw, cfg, arch=arch)
+
+
+@every_recipe
+def test_weights_are_padded_by_zeros_each_half_of_w13_apart(recipe):
+    hidden, inner, raw = 192, 64, raw_of(hidden=192, inner=64)
+    experts = prepare(recipe, hidden, inner).experts
+    w13, w2 = f64(dg.dequantize(experts.w13)), f64(dg.dequantize(experts.w2))
+    assert w13.shape == (4, 256, 256) and w2.shape == (4, 256, 128)
+    live13, live2 = np.zeros(w13.shape, bool), np.zeros(w2.shape, bool)
+    live13[:, :64, :192] = live13[:, 128:192, :192] = live2[:, :192, :64] = True
+    # Half a step of e4m3 on the way to fp8, nothing on the way to bf16.
+    rtol, atol = (0, 0) if recipe == "bf16" else (2**-4, 1e-4)
+    np.testing.assert_allclose(w13[live13], f64(raw["w13"]).ravel(), rtol=rtol, atol=atol)
+    np.testing.assert_allclose(w2[live2], f64(raw["w2"]).ravel(), rtol=rtol, atol=atol)
+    assert not w13[~live13].any() and not w2[~live2].any()
+
+
+def test_weights_that_are_fp8_already_keep_their_bytes_and_scales():
+    made = prepare("fp8_block", inner=128)
+    again = prepare(
+        "fp8_block",
+        inner=128,
+        w13=made.experts.w13.values,
+        w13_scale=made.experts.w13.scales,
+        w2=made.experts.w2.values,
+        w2_scale=made.experts.w2.scales,
+        shared_w13=made.shared.w13.values[0],
+        shared_w13_scale=made.shared.w13.scales[0],
+        shared_w2=made.shared.w2.values[0],
+        shared_w2_scale=made.shared.w2.scales[0],
+    )
+    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(made), strict=True):
+        same_bits(got, want)
+
+
+def test_fp8_checkpoints_of_odd_sizes_keep_one_scale_per_block_of_each_half():
+    """H 192, I 64: blocks of 128 hang over the edge, and gate and up have their own."""
+    rng = np.random.default_rng(0)
+    w13 = rng.integers(-8, 9, (4, 128, 192)).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.exp2(rng.integers(-3, 3, (4, 2, 2))).astype(np.float32)
+    made = dg.quantize(jnp.zeros((4, 256, 128)), "fp8_128x128")
+    got = prepare(
+        "fp8_block",
+        hidden=192,
+        shared=0,
+        w13=w13,
+        w13_scale=scale,
+        w2=made.values[:, :192, :64],
+        w2_scale=np.ones((4, 2, 1), np.float32),
+    ).experts.w13
+    back = f64(dg.dequantize(got))
+    for e, half, block in np.ndindex(4, 2, 2):
+        rows, columns = (
+            slice(half * 64, half * 64 + 64),
+            slice(block * 128, min(192, block * 128 + 128)),
+        )
+        want = f64(w13[e, rows, columns]) * scale[e, half, block]
+        part = back[e, half * 128 : half * 128 + 64, columns]
+        np.testing.assert_array_equal(part, want)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_f16_and_f32_weights_and_biases_of_any_float_are_taken(dtype):
+    raw = raw_of()
+    w2, bias = raw["w2"].astype(dtype), np.arange(4).astype(dtype)
+    params = prepare(w2=w2, gate_bias=bias)
+    np.testing.assert_array_equal(f64(params.experts.w2.values)[:, :, :64], f64(raw["w2"]))
+    assert params.gate_bias.dtype == jnp.float32
+    np.testing.assert_array_equal(params.gate_bias, np.arange(4))
+
+
+@pytest.mark.parametrize(
+    "kind, words, kw",
+    [
+        (ValueError, ["missing", "'w2'"], dict(w2=None)),
+        (ValueError, ["missing", "'shared_w13'"], dict(shared_w13=None)),
+        (ValueError, ["unknown", "'w1'", "'w13'"], dict(w1=np.zeros(1))),
+        (
+            ValueError,
+            ["gate_weight", "(4, 64)", "(4, 128)"],
+            dict(gate_weight=np.zeros((4, 64), "f4")),
+        ),
+        (
+            TypeError,
+            ["gate_weight", "int32", "bfloat16 or float32"],
+            dict(gate_weight=np.zeros((4, 128), "i4")),
+        ),
+        (ValueError, ["gate_bias", "(8,)", "(4)"], dict(gate_bias=np.zeros(8, "f4"))),
+        (TypeError, ["gate_bias", "int32", "float32"], dict(gate_bias=np.zeros(4, "i4"))),
+        (
+            ValueError,
+            ["w13", "(4, 64, 128)", "(4, 128, 128)"],
+            dict(w13=np.zeros((4, 64, 128), "f4")),
+        ),
+        (
+            TypeError,
+            ["w2", "int8", "bfloat16 or float16 or float32"],
+            dict(w2=np.zeros((4, 128, 64), "i1")),
+        ),
+        (
+            ValueError,
+            ["shared_w2", " (128, 64)", "(128, 128)"],
+            dict(shared_w2=np.zeros((128, 64), "f4")),
+        ),
+        (ValueError, ["w13", "with", "w13_scale"], dict(w13_scale=np.ones((4, 2, 1), "f4"))),
+        (NotImplementedError, ["hash_table", "'scores'"], dict(hash_table=np.zeros((9, 2), "i4"))),
+    ],
+)
+def test_raw_arrays_that_do_not_fit_are_refused_by_name(kind, words, kw):
+    refuses(kind, words, prepare, **kw)
+
+
+def test_shared_weights_without_shared_experts_are_refused():
+    cfg = config(num_experts=4)
+    refuses(ValueError, ["shared_w13", "num_shared_experts"], dg.prepare_params, raw_of(), cfg)
+
+
+def test_fp8_weights_and_scales_come_together_in_their_shapes():
+    fp8 = dg.quantize(jnp.zeros((4, 128, 128)), "fp8_128x128")
+    only_values = dict(recipe="fp8_block", w2=None, shared=0, inner=128)
+    refuses(
+        ValueError,
+        ["w2", "float8_e4m3fn", "without", "w2_scale"],
+        prepare,
+        **{**only_values, "w2": fp8.values},
+    )
+    refuses(
+        ValueError,
+        ["w2_scale", "(4, 2, 1)", "(4, 1, 1)"],
+        prepare,
+        **{**only_values, "w2": fp8.values, "w2_scale": np.ones((4, 2, 1), "f4")},
+    )
+    refuses(
+        TypeError,
+        ["w2_scale", "bfloat16", "float32"],
+        prepare,
+        **{**only_values, "w2": fp8.values, "w2_scale": jnp.ones((4, 1, 1), jnp.bfloat16)},
+    )
+
+
+@pytest.mark.parametrize("arch, words", [(None, ["'mxfp4'"]), ("sm90", ["'mxfp4'", "on sm90"])])
+def test_recipes_that_do_not_run_are_refused_with_those_that_do(arch, words):
+    cfg = config(recipe="mxfp4")
+    words = [*words, "'bf16'", "'fp8_block'"]
+    refuses(NotImplementedError, words, dg.prepare_params, {}, cfg, arch=arch)
