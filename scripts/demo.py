@@ -1,4 +1,4 @@
-"""SmolLM2-135M as a sparse model, its MLP blocks run by dgmoe_jax.
+"""SmolLM2-135M-Instruct as a sparse model, its MLP blocks run by dgmoe_jax.
 
 Every dense SwiGLU block is cut into 12 experts of 128 channels, the channels that add most to the
 output first. All 12 at weight 1 are the dense block again, which is checked before anything is
@@ -24,6 +24,7 @@ import numpy as np
 import smollm
 import typer
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
@@ -36,7 +37,7 @@ RECIPES = ("bf16", "fp8_block")
 # Relative, Frobenius. The layer rounds to bf16 (0.17 % rms) gate and up, their product, each
 # expert's output and the sum; the float32 control does not.
 BF16_TOLERANCE = 0.006
-TITLE = f"SmolLM2-135M on CPython {platform.python_version()}'s language reference"
+TITLE = f"SmolLM2-135M-Instruct on CPython {platform.python_version()}'s language reference"
 
 
 def text_windows(tokenizer) -> np.ndarray:
@@ -217,11 +218,25 @@ def plot(path: Path, dense: Result, sparse: list[Result]) -> None:
         for recipe, style in (("bf16", "o-"), ("fp8_block", "s--")):
             series = sorted((r.k, getattr(r, quantity)) for r in sparse if r.mlp == recipe)
             axis.plot(*zip(*series, strict=True), style, label=recipe, alpha=0.8)
+            for point in series if quantity == "perplexity" else ():
+                above = recipe == "fp8_block"
+                axis.annotate(
+                    f"{point[1]:.1f}",
+                    point,
+                    xytext=(6, 4) if above else (-6, -12),
+                    textcoords="offset points",
+                    ha="left" if above else "right",
+                    color=axis.lines[-1].get_color(),
+                )
         axis.set(xlabel=f"experts chosen per token, of {NUM_EXPERTS}", ylabel=label)
         axis.set_xticks(sorted({r.k for r in sparse}))
         axis.grid(alpha=0.3, which="both")
         axis.legend()
     axes[0].set_yscale("log")
+    axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes[0].yaxis.set_major_formatter("{x:.0f}")
+    axes[0].yaxis.set_minor_formatter(NullFormatter())
+    axes[0].margins(0.15)
     axes[1].set_ylim(bottom=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
