@@ -10,7 +10,7 @@ from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.layouts import Contiguous
 from dgmoe_jax.recipes import RECIPES, RUNS_ON, Recipe, padded
 
-PALLAS_BELOW_ROWS = {"bf16": 192, "fp8_block": 192}
+PALLAS_BELOW_ROWS = {"bf16": 96, "fp8_block": 96}
 """Rows expected per expert below which our grouped GEMM beats DeepGEMM's on an H200."""
 
 

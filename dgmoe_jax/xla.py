@@ -101,7 +101,8 @@ def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Ar
     groups = x.astype(F32).reshape(x.shape[0], -1, group)
     scales = scale_of(jnp.max(jnp.abs(groups), axis=-1), 448.0, ue8m0)
     values = divide(groups, scales[..., None])
-    values = jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn)
+    # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
+    values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
     tail = -x.shape[0] % 4
     return values.reshape(x.shape), jnp.pad(scales.T, ((0, 0), (0, tail)))
 
@@ -110,7 +111,8 @@ def divide(x: Array, y: Array) -> Array:
     """x / y, correctly rounded.
 
     XLA turns division by anything broadcast into multiplication by its reciprocal, an ulp away;
-    behind the barrier it cannot see the broadcast.
+    behind the barrier it cannot see the broadcast. On a GPU its division itself is not correctly
+    rounded: there the last bit may differ from the kernels', which are.
     """
     return x / lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
 
