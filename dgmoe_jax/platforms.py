@@ -5,6 +5,9 @@ Only lowering knows the platform: a machine without a GPU may trace and lower fo
 
 from __future__ import annotations
 
+import functools
+
+import jax
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -13,6 +16,7 @@ _only_on_p = Primitive("dgmoe_only_on")
 _only_on_p.def_abstract_eval(lambda x, **_: x)
 
 
+@functools.partial(jax.jit, static_argnames=("platform", "otherwise"), inline=True)
 def only_on(x: Array, platform: str, otherwise: str) -> Array:
     """x itself; lowered for another platform ("cuda", "cpu"): NotImplementedError(otherwise)."""
     return _only_on_p.bind(x, platform=platform, otherwise=otherwise)

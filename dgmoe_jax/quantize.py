@@ -50,7 +50,8 @@ def dequantize(scaled: Scaled) -> Array:
     """`Scaled` -> [..., K] f32: values times their group's scale."""
     fmt, values = scaled.format, scaled.values
     if fmt.packed == 2:
-        nibbles = jnp.stack([values & 0xF, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)
+        nibbles = jnp.stack([values & 0xF, values >> 4], axis=-1)
+        nibbles = nibbles.reshape(*values.shape[:-1], 2 * values.shape[-1])
         values = lax.bitcast_convert_type(nibbles.astype(jnp.uint4), jnp.float4_e2m1fn)
     values = values.astype(jnp.float32)
     if scaled.scales is None:
@@ -74,7 +75,6 @@ def _amax(magnitude: Array, group: tuple[int, int]) -> Array:
     if rows > 1:
         tail[-2] = (0, -magnitude.shape[-2] % rows)
     magnitude = jnp.pad(magnitude, tail)
-    magnitude = magnitude.reshape(*magnitude.shape[:-1], -1, columns).max(axis=-1)
-    if rows == 1:
-        return magnitude
-    return magnitude.reshape(*magnitude.shape[:-2], -1, rows, magnitude.shape[-1]).max(axis=-2)
+    *lead, n, k = (1, *magnitude.shape) if magnitude.ndim == 1 else magnitude.shape
+    blocks = magnitude.reshape(*lead, n // rows, rows, k // columns, columns).max(axis=(-3, -1))
+    return blocks[0] if magnitude.ndim == 1 else blocks

@@ -98,7 +98,7 @@ def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Ar
     scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two.
     A NaN or Inf makes its group's values NaN.
     """
-    groups = x.astype(F32).reshape(x.shape[0], -1, group)
+    groups = x.astype(F32).reshape(x.shape[0], x.shape[1] // group, group)
     scales = scale_of(jnp.max(jnp.abs(groups), axis=-1), 448.0, ue8m0)
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,17 +57,11 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
         checks.shape("gate_bias", gate_bias, (num_experts,))
         checks.dtype("gate_bias", gate_bias, _FLOATS)
         gate_bias = gate_bias.astype(jnp.float32)
+    experts = _weights(raw, "", (num_experts,), hidden, inner, fmt)
     shared = None
     if cfg.num_shared_experts:
-        as_one_expert = {
-            name: jnp.asarray(raw[f"shared_{name}"])[None]
-            for name in ("w13", "w2", "w13_scale", "w2_scale")
-            if raw.get(f"shared_{name}") is not None
-        }
-        shared = _experts(as_one_expert, 1, hidden, cfg.num_shared_experts * inner, fmt, "shared_")
-    return MoEParams(
-        gate_weight, gate_bias, _experts(raw, num_experts, hidden, inner, fmt, ""), shared, None
-    )
+        shared = _weights(raw, "shared_", (), hidden, cfg.num_shared_experts * inner, fmt)
+    return MoEParams(gate_weight, gate_bias, experts, shared, None)
 
 
 def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
@@ -84,50 +79,62 @@ def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
         raise NotImplementedError("raw['hash_table']: hash routing does not run yet; 'scores' does")
 
 
-def _experts(
-    raw: Mapping[str, Any], num_experts: int, hidden: int, inner: int, fmt: Format, prefix: str
+def _weights(
+    raw: Mapping[str, Any], prefix: str, lead: tuple[int, ...], hidden: int, inner: int, fmt: Format
 ) -> ExpertWeights:
+    """`lead` is (E,) for experts and () for a dense block, which becomes the only expert of one."""
     # Gate and up are padded apart, so that each half still starts on a scale block.
-    w13 = _operand(raw, "w13", (num_experts, 2, inner, hidden), fmt, prefix)
-    w2 = _operand(raw, "w2", (num_experts, 1, hidden, inner), fmt, prefix)
-    return ExpertWeights(w13, w2)
+    return ExpertWeights(
+        _operand(raw, f"{prefix}w13", lead, (2, inner, hidden), fmt),
+        _operand(raw, f"{prefix}w2", lead, (1, hidden, inner), fmt),
+    )
 
 
 def _operand(
-    raw: Mapping[str, Any], name: str, halves: tuple[int, int, int, int], fmt: Format, prefix: str
+    raw: Mapping[str, Any],
+    name: str,
+    lead: tuple[int, ...],
+    size: tuple[int, int, int],
+    fmt: Format,
 ) -> Scaled:
-    num_experts, parts, n, k = halves
+    parts, n, k = size
     weight, scale = jnp.asarray(raw[name]), raw.get(f"{name}_scale")
-    checks.shape(prefix + name, weight, (num_experts, parts * n, k))
+    checks.shape(name, weight, (*lead, parts * n, k))
     encoded = fmt.group is not None and weight.dtype == fmt.dtype
     if encoded == (scale is None):
         raise ValueError(
-            f"{prefix}{name}: dtype {weight.dtype} {'without' if encoded else 'with'}"
-            f" {prefix}{name}_scale; {fmt.name} weights carry scales and no others do"
+            f"{name}: dtype {weight.dtype} {'without' if encoded else 'with'} {name}_scale;"
+            f" {fmt.name} weights carry scales and no others do"
         )
-    if encoded:
-        blocks = (num_experts, parts * -(-n // fmt.group[0]), -(-k // fmt.group[1]))
-        scale = jnp.asarray(scale)
-        checks.shape(f"{prefix}{name}_scale", scale, blocks)
-        checks.dtype(f"{prefix}{name}_scale", scale, ("float32",))
-        return Scaled(_pad(weight, halves), scale, fmt)
-    checks.dtype(prefix + name, weight, _FLOATS)
+    if not encoded:
+        checks.dtype(name, weight, _FLOATS)
+        return _encode(weight.reshape(-1, parts * n, k), size, fmt)
+    scale = jnp.asarray(scale)
+    blocks = (parts * -(-n // fmt.group[0]), -(-k // fmt.group[1]))
+    checks.shape(f"{name}_scale", scale, (*lead, *blocks))
+    checks.dtype(f"{name}_scale", scale, ("float32",))
+    weight = _pad(weight.reshape(-1, parts * n, k), size)
+    return Scaled(weight, scale.reshape(-1, *blocks), fmt)
 
-    def one_expert(w: Array) -> tuple[Array, Array | None]:
-        scaled = quantize(_pad(w[None], (1, parts, n, k))[0], fmt)
-        return lax.bitcast_convert_type(scaled.values, bits), scaled.scales
+
+@functools.partial(jax.jit, static_argnames=("size", "fmt"))
+def _encode(weight: Array, size: tuple[int, int, int], fmt: Format) -> Scaled:
+    if fmt.group is None:
+        return Scaled(_pad(weight, size).astype(fmt.dtype), None, fmt)
+
+    def one_expert(w: Array) -> tuple[Array, Array]:
+        scaled = quantize(_pad(w[None], size)[0], fmt)
+        return lax.bitcast_convert_type(scaled.values, jnp.uint8), scaled.scales
 
     # lax.map keeps the f32 copy that quantising needs to one expert at a time. It stacks bits,
     # since XLA on a CPU converts a whole stack of float8 to another float at every step.
-    bits = jnp.uint16 if jnp.dtype(fmt.dtype).itemsize == 2 else jnp.uint8
-    values, scales = jax.jit(lambda w: lax.map(one_expert, w))(weight)
+    values, scales = lax.map(one_expert, weight)
     return Scaled(lax.bitcast_convert_type(values, fmt.dtype), scales, fmt)
 
 
-def _pad(weight: Array, halves: tuple[int, int, int, int]) -> Array:
-    num_experts, parts, n, k = halves
+def _pad(weight: Array, size: tuple[int, int, int]) -> Array:
+    parts, n, k = size
     if n == padded(n) and k == padded(k):
         return weight
-    weight = weight.reshape(halves)
     tails = ((0, 0), (0, 0), (0, padded(n) - n), (0, padded(k) - k))
-    return jnp.pad(weight, tails).reshape(num_experts, parts * padded(n), padded(k))
+    return jnp.pad(weight.reshape(-1, *size), tails).reshape(-1, parts * padded(n), padded(k))
