@@ -7,6 +7,7 @@ from jax import Array
 
 from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
+from dgmoe_jax.layouts import Contiguous
 from dgmoe_jax.plan import Plan, alignment_for
 from dgmoe_jax.plan import plan as make_plan
 from dgmoe_jax.recipes import RECIPES, padded
@@ -33,7 +34,7 @@ def moe_layer(
       cfg: the layer; static under jit (`static_argnames="cfg"`).
       routing: overrides the router; any k, ids in [0, E) or -1 (contributes zero), weights
         without the scaling factor. The same expert twice in a row counts twice.
-      token_ids: [T] int32, for hash routing.
+      token_ids: [T] int32, for hash routing (which does not run yet).
       valid: [T] bool; tokens marked False go to no expert and their rows of y are zero.
       plan: overrides `dgmoe_jax.plan(cfg, T)`.
 
@@ -53,7 +54,9 @@ def moe_layer(
     if routing is not None:
         checks.routing(routing.topk_ids, routing.topk_weights, num_tokens)
     top_k = cfg.router.top_k if routing is None else routing.topk_ids.shape[1]
+    checks.params(params, cfg)
     plan = plan or make_plan(cfg, num_tokens, top_k=top_k)
+    checks.plan(plan, Contiguous(plan.alignment).rows(num_tokens * top_k, cfg.num_experts))
     if num_tokens == 0:
         return jnp.zeros_like(x)
     fmt = RECIPES[cfg.recipe].activations

@@ -138,6 +138,7 @@ def _workspace_bytes(cfg: MoEConfig, num_tokens: int, assignments: int, rows: in
     hidden, inner = padded(cfg.hidden_size), padded(cfg.intermediate_size)
     index = 4 * (2 * assignments + 2 * rows)
     source = _row_bytes(recipe, hidden) * num_tokens if recipe.activations.group else 0
+    source += 2 * hidden * num_tokens if cfg.num_shared_experts else 0
     w13_in, w13_out = _row_bytes(recipe, hidden), 4 * inner
     w2_in, w2_out = _row_bytes(recipe, inner), 2 * hidden
     widest = max(w13_in + w13_out, w13_out + w2_in, w2_in + w2_out)
