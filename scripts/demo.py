@@ -243,14 +243,13 @@ def plot(path: Path, dense: Result, sparse: list[Result]) -> None:
 
 
 def main(
-    windows: Annotated[int, typer.Option(min=2, help=f"windows of {WINDOW} tokens to score")] = 8,
+    windows: Annotated[int, typer.Option(min=2, help=f"windows of {WINDOW} tokens to score")] = 6,
     calibration: Annotated[int, typer.Option(min=2, help="windows to fit the routers on")] = 16,
     k: Annotated[str, typer.Option(help="experts per token, comma-separated")] = "12,8,6,4",
     out: Annotated[Path, typer.Option(help="folder for the plot")] = Path("demo_out"),
-    backend: Annotated[str, typer.Option(help="auto, xla or deep_gemm")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, xla, pallas or deep_gemm")] = "auto",
 ) -> None:
     """Perplexity of SmolLM2-135M, dense and as a mixture of experts in BF16 and FP8."""
-    ks = [int(part) for part in k.split(",")]
     console = Console()
     columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -262,6 +261,12 @@ def main(
         model, weights, tokenizer = smollm.load(smollm.packaged_gguf())
         weights = jax.device_put(weights)
         tick()
+        try:
+            ks = [int(part) for part in k.split(",")]
+            cfgs = [layer_config(model, recipe, k, backend) for recipe in RECIPES for k in ks]
+            plans = [dg.plan(cfg, WINDOW) for cfg in cfgs]
+        except (ValueError, NotImplementedError) as refused:
+            raise typer.BadParameter(str(refused)) from refused
         text = text_windows(tokenizer)
         middle = len(text) // 2
         fit_on, score_on = spread(text[:middle], calibration), spread(text[middle:], windows)
@@ -299,9 +304,8 @@ def main(
                 console.print(f"[red]that is more than {BF16_TOLERANCE:.2%}, rounding to bf16")
                 raise typer.Exit(1)
 
-        def run(name: str, mlp: Callable, mlp_params: dict, cfg: dg.MoEConfig | None) -> Result:
-            k, plan = (cfg.router.top_k, dg.plan(cfg, WINDOW)) if cfg else (None, None)
-            tick = steps(f"{name} k={k}" if k else name, len(score_on))
+        def run(name: str, k: int | None, plan, mlp: Callable, mlp_params: dict) -> Result:
+            tick = steps(f"{name}, k={k}" if k else name, len(score_on))
 
             def score(tokens):
                 return negative_log_likelihood(weights, tokens, model, mlp, mlp_params)
@@ -310,12 +314,13 @@ def main(
             console.print(str(result))
             return result
 
-        dense = run("dense, float32", smollm.dense_mlp, weights["mlp"], None)
-        sparse = []
-        for recipe in RECIPES:
-            for k_ in ks:
-                cfg = layer_config(model, recipe, k_, backend)
-                sparse.append(run(recipe, partial(sparse_mlp, cfg=cfg), params[recipe], cfg))
+        dense = run("dense, float32", None, None, smollm.dense_mlp, weights["mlp"])
+        sparse = [
+            run(
+                cfg.recipe, cfg.router.top_k, plan, partial(sparse_mlp, cfg=cfg), params[cfg.recipe]
+            )
+            for cfg, plan in zip(cfgs, plans, strict=True)
+        ]
 
     console.print(table([dense, *sparse]))
     for why in dict.fromkeys(f"{r.k} of {NUM_EXPERTS}: {r.plan.why}" for r in sparse):
