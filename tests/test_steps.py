@@ -5,7 +5,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import (
-    BACKENDS,
     bf16,
     every_backend,
     every_recipe,
@@ -71,14 +70,12 @@ def test_permute_index_is_the_obvious_loop(data):
     check_index(np.reshape(ids, (count, top_k)), experts, alignment, "xla")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("alignment", [32, 64, 128])
-def test_permute_index_of_crowded_empty_and_absent_experts(backend, alignment):
-    rng = np.random.default_rng(alignment)
-    ids = rng.integers(-1, 8, (19, 3))
+@every_backend
+def test_permute_index_of_crowded_empty_and_absent_experts(backend):
+    ids = np.random.default_rng(0).integers(-1, 8, (19, 3))
     ids[ids == 5] = 2
-    for crowd in (ids, np.full((19, 3), 7), np.full((19, 3), -1)):
-        check_index(crowd, 8, alignment, backend)
+    for crowd in (ids, np.full((19, 3), 7)):
+        check_index(crowd, 8, 64, backend)
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=80), st.sampled_from([8, 32, 128]))
