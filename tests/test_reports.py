@@ -107,8 +107,9 @@ def test_d_all_slots_on_one_expert_make_32_rows_and_overrun_nothing(backend):
 @every_recipe
 def test_e_no_tokens_give_an_empty_result_and_tokens_of_no_expert_give_zeros(backend, recipe):
     layer = random_layer(recipe=recipe, backend=backend)
-    for empty in (layer(tokens(0, 128)), layer(tokens(0, 128), np.zeros((0, 5)))):
-        assert empty.shape == (0, 128) and empty.dtype == tokens(0, 128).dtype
+    x = tokens(0, 128)
+    for empty in (layer(x), layer(x, np.zeros((0, 5))), layer(x, valid=jnp.zeros(0, bool))):
+        assert empty.shape == (0, 128) and empty.dtype == x.dtype
     np.testing.assert_array_equal(f64(layer(tokens(3, 128), np.full((3, 2), -1))), 0.0)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import dgmoe_jax as dg
 from dgmoe_jax import reference
+from dgmoe_jax.steps.route import router_logits
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 every_scoring = pytest.mark.parametrize("scoring", SCORINGS)
@@ -214,6 +215,15 @@ def test_kernel_routes_the_special_rows_as_xla_does(backend):
     want_ids, want_weights = route(logits, router, bias=bias)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_allclose(weights, want_weights, rtol=2e-6, atol=1e-30)
+
+
+def test_logits_are_products_of_the_given_numbers_in_f32():
+    """Weights that bf16 and TF32 cannot tell from 1, one at a time: the sums are exact."""
+    x = jnp.asarray(np.eye(4, 128) * 3, jnp.bfloat16)
+    gate_weight = 1 + np.arange(8 * 128).reshape(8, 128) * 2.0**-20
+    got = jax.jit(router_logits)(x, jnp.asarray(gate_weight, jnp.float32))
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, 3 * gate_weight.T[:4])
 
 
 def test_no_tokens_give_no_rows():
