@@ -27,6 +27,9 @@ _PALLAS = {
 }
 
 
+BACKENDS = ("xla", "pallas", "deep_gemm", "emulator")
+
+
 def _load(path: str) -> Callable:
     module, name = path.split(":")
     return getattr(importlib.import_module(f"dgmoe_jax.{module}"), name)
@@ -42,6 +45,8 @@ def get(step: str, backend: str) -> Callable:
     """
     if step not in _PALLAS:
         raise ValueError(f"step={step!r}: must be one of {tuple(_PALLAS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: must be one of {BACKENDS}")
     if backend == "xla":
         return _load(f"xla:{step}")
     if step == "gemm" and backend in ("deep_gemm", "emulator"):

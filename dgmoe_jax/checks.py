@@ -11,11 +11,14 @@ from dgmoe_jax.recipes import RECIPES, padded
 
 def shape(name: str, array, expected: Sequence[int | None]) -> None:
     """`array.shape` equals `expected`, None standing for any size."""
+    if not hasattr(array, "shape"):
+        raise TypeError(f"{name}: {type(array).__name__}, must be an array")
     got = tuple(array.shape)
     if len(got) != len(expected) or any(
         e is not None and g != e for g, e in zip(got, expected, strict=True)
     ):
         want = ", ".join("*" if e is None else str(e) for e in expected)
+        want += "," if len(expected) == 1 else ""
         raise ValueError(f"{name}: shape {got}, must be ({want})")
 
 
@@ -33,6 +36,13 @@ def tokens(x, hidden_size: int) -> None:
     dtype("x", x, ("bfloat16",))
 
 
+def valid(valid, num_tokens: int) -> None:
+    """valid is [T] bool, or None."""
+    if valid is not None:
+        shape("valid", valid, (num_tokens,))
+        dtype("valid", valid, ("bool",))
+
+
 def routing(topk_ids, topk_weights, num_tokens: int) -> None:
     """topk_ids and topk_weights are [T, k] int32 and f32."""
     shape("routing.topk_ids", topk_ids, (num_tokens, None))
@@ -44,9 +54,11 @@ def routing(topk_ids, topk_weights, num_tokens: int) -> None:
 
 
 def params(params, cfg) -> None:
-    """`params` were prepared for `cfg`: same sizes, recipe and shared experts."""
+    """`params` were prepared for `cfg`: the same padded sizes, recipe and shared experts."""
     hidden, fmt = padded(cfg.hidden_size), RECIPES[cfg.recipe].weights
     shape("params.gate_weight", params.gate_weight, (cfg.num_experts, cfg.hidden_size))
+    if params.gate_bias is not None:
+        shape("params.gate_bias", params.gate_bias, (cfg.num_experts,))
     blocks = [("experts", params.experts, cfg.num_experts, cfg.intermediate_size)]
     if (params.shared is None) != (cfg.num_shared_experts == 0):
         given = "missing" if params.shared is None else "given"
@@ -56,19 +68,29 @@ def params(params, cfg) -> None:
     if params.shared is not None:
         blocks.append(("shared", params.shared, 1, cfg.num_shared_experts * cfg.intermediate_size))
     for name, block, num_experts, inner in blocks:
-        sizes = (2 * padded(inner), hidden), (hidden, padded(inner))
-        for operand, weight, (n, k) in zip(
-            ("w13", "w2"), (block.w13, block.w2), sizes, strict=True
-        ):
+        size = {"w13": (2 * padded(inner), hidden), "w2": (hidden, padded(inner))}
+        for operand, (n, k) in size.items():
+            weight, where = getattr(block, operand), f"params.{name}.{operand}"
             if weight.format != fmt:
                 raise ValueError(
-                    f"params.{name}.{operand}: format {weight.format.name!r}, must be"
-                    f" {fmt.name!r} for recipe={cfg.recipe!r}"
+                    f"{where}: format {weight.format.name!r}, must be {fmt.name!r} for"
+                    f" recipe={cfg.recipe!r}"
                 )
-            shape(f"params.{name}.{operand}", weight.values, (num_experts, n, k // fmt.packed))
+            shape(where, weight.values, (num_experts, n, k // fmt.packed))
+            dtype(where, weight.values, (fmt.dtype,))
+            if fmt.group is not None:
+                scales = (num_experts, n // fmt.group[0], k // fmt.group[1])
+                shape(f"{where}.scales", weight.scales, scales)
+                dtype(f"{where}.scales", weight.scales, ("float32",))
 
 
 def plan(plan, least_rows: int) -> None:
     """`plan` holds every routing of this call: fewer rows would be written past their end."""
     if plan.rows < least_rows:
         raise ValueError(f"plan.rows={plan.rows}: must be at least {least_rows} for this call")
+
+
+def instance(name: str, value, cls: type, hint: str) -> None:
+    """`value` is a `cls`."""
+    if not isinstance(value, cls):
+        raise TypeError(f"{name}: {type(value).__name__}, must be a {cls.__name__} {hint}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from dataclasses import dataclass, field
 
 from dgmoe_jax.recipes import RECIPES
@@ -10,6 +10,7 @@ from dgmoe_jax.recipes import RECIPES
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 SELECTIONS = ("scores", "hash")
 LAYOUTS = ("auto", "contiguous", "masked")
+F32_TINY, F32_MAX = 2.0**-126, 2.0**128 - 2.0**104
 BACKENDS = ("auto", "xla", "pallas", "deep_gemm", "emulator")
 
 
@@ -20,8 +21,9 @@ def _need(ok: bool, owner: str, name: str, value: object, allowed: str) -> None:
 
 def _need_int(owner: object, name: str, least: int) -> None:
     value = getattr(owner, name)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{type(owner).__name__}.{name}={value!r}: must be an int")
+    object.__setattr__(owner, name, int(value))
     _need(value >= least, type(owner).__name__, name, value, f"at least {least}")
 
 
@@ -29,10 +31,12 @@ def _need_real(owner: object, name: str, *, positive: bool, optional: bool = Fal
     value = getattr(owner, name)
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{type(owner).__name__}.{name}={value!r}: must be a number")
-    ok = math.isfinite(value) and (value > 0 or not positive)
-    _need(ok, type(owner).__name__, name, value, "finite" + (" and positive" if positive else ""))
+    # The layer computes in f32: what is not an ordinary number there would become 0 or Inf.
+    ok = F32_TINY <= value <= F32_MAX if positive else -F32_MAX <= value <= F32_MAX
+    allowed = f"in [{F32_TINY:.3g}, {F32_MAX:.3g}]" if positive else "a finite f32"
+    _need(ok, type(owner).__name__, name, value, allowed)
     object.__setattr__(owner, name, float(value))
 
 
@@ -124,12 +128,12 @@ class RouterConfig:
             raise TypeError(f"RouterConfig.renormalize={self.renormalize!r}: must be a bool")
         _need_real(self, "scaling_factor", positive=False)
 
-    def check_experts(self, num_experts: int, owner: str) -> None:
+    def check_experts(self, num_experts: int, owner: str, name: str) -> None:
         """Raise ValueError unless `num_experts` experts can serve this router."""
         _need(
             num_experts % self.num_groups == 0,
             owner,
-            "num_experts",
+            name,
             num_experts,
             f"a multiple of num_groups={self.num_groups}",
         )
@@ -180,5 +184,7 @@ class MoEConfig:
             )
         for name, allowed in (("recipe", RECIPES), ("layout", LAYOUTS), ("backend", BACKENDS)):
             value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"MoEConfig.{name}={value!r}: must be a string")
             _need(value in allowed, "MoEConfig", name, value, f"in {tuple(allowed)}")
-        self.router.check_experts(self.num_experts, "MoEConfig")
+        self.router.check_experts(self.num_experts, "MoEConfig", "num_experts")

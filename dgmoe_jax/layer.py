@@ -13,6 +13,7 @@ from dgmoe_jax.plan import plan as make_plan
 from dgmoe_jax.recipes import RECIPES, padded
 from dgmoe_jax.steps import experts, permute, quant, unpermute
 from dgmoe_jax.steps import route as routing_step
+from dgmoe_jax.tracing import not_differentiable
 from dgmoe_jax.types import MoEParams, Routing, Rows
 
 
@@ -34,9 +35,9 @@ def moe_layer(
       cfg: the layer; static under jit (`static_argnames="cfg"`).
       routing: overrides the router; any k, ids in [0, E) or -1 (contributes zero), weights
         without the scaling factor. The same expert twice in a row counts twice.
-      token_ids: [T] int32, for hash routing (which does not run yet).
+      token_ids: [T] int32, for hash routing, which does not run yet; otherwise not read.
       valid: [T] bool; tokens marked False go to no expert and their rows of y are zero.
-      plan: overrides `dgmoe_jax.plan(cfg, T)`.
+      plan: overrides `dgmoe_jax.plan(cfg, T)`, its backend and layout included.
 
     Returns:
       y [T, H] bf16: scaling_factor * sum over slots of weight * expert(x), accumulated in f32 in
@@ -44,23 +45,26 @@ def moe_layer(
 
     Raises:
       ValueError, TypeError: arrays that do not fit `cfg`.
-      NotImplementedError: a recipe, layout or backend that this device does not run.
+      NotImplementedError: a recipe, layout or backend that this device does not run; a derivative.
     """
+    checks.instance("cfg", cfg, MoEConfig, "")
+    checks.instance("params", params, MoEParams, "from prepare_params(raw, cfg)")
     checks.tokens(x, cfg.hidden_size)
     num_tokens = x.shape[0]
-    if valid is not None:
-        checks.shape("valid", valid, (num_tokens,))
-        checks.dtype("valid", valid, ("bool",))
+    checks.valid(valid, num_tokens)
     if routing is not None:
+        checks.instance("routing", routing, Routing, "of topk_ids and topk_weights")
         checks.routing(routing.topk_ids, routing.topk_weights, num_tokens)
     top_k = cfg.router.top_k if routing is None else routing.topk_ids.shape[1]
     checks.params(params, cfg)
-    plan = plan or make_plan(cfg, num_tokens, top_k=top_k)
+    plan = make_plan(cfg, num_tokens, top_k=top_k) if plan is None else plan
+    checks.instance("plan", plan, Plan, "from dgmoe_jax.plan(cfg, T)")
     checks.plan(plan, Contiguous(plan.alignment).rows(num_tokens * top_k, cfg.num_experts))
     if num_tokens == 0:
         return jnp.zeros_like(x)
     fmt = RECIPES[cfg.recipe].activations
     backend = plan.backend
+    x, params, routing = not_differentiable((x, params, routing))
     x = backends.only_where_it_runs(x, backend)
 
     if routing is None:

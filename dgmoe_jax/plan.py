@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+import re
 import warnings
 from dataclasses import dataclass
 
 from dgmoe_jax import backends
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.layouts import Contiguous
-from dgmoe_jax.recipes import RECIPES, RUNS_ON, Recipe, padded
+from dgmoe_jax.recipes import RECIPES, RUNS_ON, TILE, Recipe, padded
 
 PALLAS_BELOW_ROWS = {"bf16": 96, "fp8_block": 96}
 """Rows expected per expert below which our grouped GEMM beats DeepGEMM's on an H200."""
@@ -31,6 +33,14 @@ class Plan:
     backend: str
     why: str
 
+    def __post_init__(self):
+        if self.layout != "contiguous":
+            raise NotImplementedError(f"Plan.layout={self.layout!r}: 'contiguous' runs so far")
+        if self.alignment < 8 or self.alignment % 8 or self.rows % 8:
+            raise ValueError(
+                f"Plan.alignment={self.alignment}, rows={self.rows}: must be multiples of 8"
+            )
+
 
 def plan(
     cfg: MoEConfig,
@@ -52,23 +62,26 @@ def plan(
       MemoryError: the workspace exceeds `free_bytes`.
       NotImplementedError: a layout, recipe or backend that is legal but not available here.
     """
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens={num_tokens}: must be at least 0")
+    num_tokens = _count("num_tokens", num_tokens, 0)
+    top_k = _count("top_k", cfg.router.top_k if top_k is None else top_k, 1)
     if ep_size != 1:
         raise NotImplementedError(f"ep_size={ep_size}: only one device (ep_size=1) runs so far")
     if cfg.layout == "masked":
         raise NotImplementedError("layout='masked' does not run yet; 'contiguous' does")
     asked = arch is None
     arch = arch or backends.current_arch()
+    if not re.fullmatch(r"cpu|gpu|sm\d+", arch):
+        raise ValueError(f"arch={arch!r}: must be 'cpu', 'gpu' or 'sm90', 'sm100', ...")
     if arch not in RUNS_ON[cfg.recipe]:
-        runs = sorted(name for name, archs in RUNS_ON.items() if arch in archs)
-        raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; {runs} do")
-    assignments = num_tokens * (cfg.router.top_k if top_k is None else top_k)
+        runs = [name for name, archs in RUNS_ON.items() if arch in archs] or "none"
+        raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; these do: {runs}")
+    assignments = num_tokens * top_k
     expected_rows = assignments / cfg.num_experts
     backend, reason = _backend(cfg, arch, expected_rows, asked)
     alignment = alignment_for(expected_rows, backend)
     rows = Contiguous(alignment).rows(assignments, cfg.num_experts)
-    if rows >= 2**31 // max(1, padded(cfg.hidden_size) // 128):
+    # The kernels count 128-wide groups of all rows in int32.
+    if rows * max(padded(cfg.hidden_size), 2 * padded(cfg.intermediate_size)) // TILE >= 2**31:
         raise ValueError(f"num_tokens={num_tokens}: {rows} rows overflow int32 indices; split them")
     workspace = _workspace_bytes(cfg, num_tokens, assignments, rows)
     if free_bytes is not None and workspace > free_bytes:
@@ -84,6 +97,18 @@ def plan(
         backend=backend,
         why=f"{reason}; {expected_rows:.4g} rows expected per expert: segments of {alignment}",
     )
+
+
+def _count(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: must be an int")
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: must be an int, known when tracing") from None
+    if value < least:
+        raise ValueError(f"{name}={value}: must be at least {least}")
+    return value
 
 
 def alignment_for(expected_rows: float, backend: str) -> int:

@@ -10,7 +10,7 @@ import functools
 import jax
 from jax import Array
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 _only_on_p = Primitive("dgmoe_only_on")
 _only_on_p.def_abstract_eval(lambda x, **_: x)
@@ -30,3 +30,7 @@ def _lower(ctx, x, *, platform: str, otherwise: str):
 
 
 mlir.register_lowering(_only_on_p, _lower)
+batching.primitive_batchers[_only_on_p] = lambda args, dims, **params: (
+    _only_on_p.bind(*args, **params),
+    dims[0],
+)

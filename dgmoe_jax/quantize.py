@@ -28,7 +28,9 @@ def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scal
       ValueError: unknown `spec`; x has too few dimensions; a packed format with odd K.
       TypeError: x is not a float array.
     """
-    fmt = spec if isinstance(spec, Format) else format_named(spec, ue8m0)
+    if isinstance(spec, Format):
+        spec, ue8m0 = spec.name, spec.ue8m0 if ue8m0 is None else ue8m0
+    fmt = format_named(spec, ue8m0)
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: dtype {x.dtype}, must be a float")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from dgmoe_jax import checks
+from dgmoe_jax import backends, checks
 from dgmoe_jax.config import RouterConfig
 from dgmoe_jax.steps import route as step
 from dgmoe_jax.types import Routing
@@ -31,7 +31,7 @@ def route(
     Args:
       logits: [T, E] f32.
       bias: [E] f32, for selection only.
-      token_ids, hash_table: for hash selection (does not run yet).
+      token_ids, hash_table: for hash selection, which does not run yet; otherwise not read.
       valid: [T] bool; tokens marked False get ids -1 and weights 0.
       backend: "xla", "pallas" or "emulator".
 
@@ -44,14 +44,13 @@ def route(
     checks.shape("logits", logits, (None, None))
     checks.dtype("logits", logits, ("float32",))
     num_tokens, num_experts = logits.shape
-    router.check_experts(num_experts, "logits")
+    router.check_experts(num_experts, "logits", "shape[1]")
     if bias is not None:
         checks.shape("bias", bias, (num_experts,))
         checks.dtype("bias", bias, ("float32",))
-    if valid is not None:
-        checks.shape("valid", valid, (num_tokens,))
-        checks.dtype("valid", valid, ("bool",))
+    checks.valid(valid, num_tokens)
     if num_tokens == 0:
-        empty = jnp.zeros((0, router.top_k))
-        return Routing(empty.astype(jnp.int32), empty)
+        shape = (0, router.top_k)
+        return Routing(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    logits = backends.only_where_it_runs(logits, backend)
     return step.drop_padding(step.select(logits, bias, router, backend), valid)

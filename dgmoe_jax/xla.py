@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dgmoe_jax.tracing import vary_alike
+
 F32 = jnp.float32
 
 
@@ -79,7 +81,11 @@ def permute_index(
     dst_sorted = offsets[ids_sorted] + jnp.arange(ids.size) - starts[ids_sorted]
     dst_sorted = jnp.where(ids_sorted < num_experts, dst_sorted, rows)
     src2dst = jnp.zeros(ids.size, jnp.int32).at[order].set(dst_sorted.astype(jnp.int32))
-    dst2src = jnp.full(rows, -1, jnp.int32).at[dst_sorted].set(order // top_k, mode="drop")
+    dst2src = (
+        jnp.full(rows, -1, jnp.int32)
+        .at[dst_sorted]
+        .set((order // top_k).astype(jnp.int32), mode="drop")
+    )
     m_indices = jnp.full(rows, -1, jnp.int32).at[dst_sorted].set(ids_sorted, mode="drop")
     return jnp.where(here, src2dst, -1).reshape(topk_ids.shape), dst2src, m_indices
 
@@ -96,7 +102,7 @@ def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Ar
     """x [M, K] bf16 or f32 -> values [M, K] float8_e4m3fn, scales [K / group, M4] f32, MN-major.
 
     scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two.
-    A NaN or Inf makes its group's values NaN.
+    A NaN or Inf leaves NaN in its group's values.
     """
     groups = x.astype(F32).reshape(x.shape[0], x.shape[1] // group, group)
     scales = scale_of(jnp.max(jnp.abs(groups), axis=-1), 448.0, ue8m0)
@@ -221,7 +227,7 @@ def gemm(
         )
         return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), i * alignment, 0)
 
-    out = jnp.zeros((num_rows + tail, n), jnp.bfloat16)
+    out, *_ = vary_alike(jnp.zeros((num_rows + tail, n), jnp.bfloat16), a, b, m_indices)
     return lax.fori_loop(0, real, block, out)[:num_rows]
 
 

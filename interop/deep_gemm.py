@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dgmoe_jax.platforms import only_on
+from dgmoe_jax.tracing import vary_alike
 
 _FP8 = "m_grouped_fp8_fp4_gemm_nt_contiguous"
 _BF16 = "m_grouped_bf16_gemm_nt_contiguous"
@@ -189,7 +190,7 @@ def _call(operands, m_indices, *, name, alignment, emulate):
     # The FP8 kernel reads m_indices at every 64th row of a block, also past M.
     if rows % alignment:
         m_indices = jnp.pad(m_indices, (0, -rows % alignment), constant_values=-1)
-    *operands, m_indices = _vary_alike(*operands, m_indices)
+    *operands, m_indices = vary_alike(*operands, m_indices)
     m_indices = (
         only_on(m_indices, "cpu", _NEEDS_CPU) if emulate else only_on(m_indices, "cuda", _NEEDS_GPU)
     )
@@ -202,16 +203,6 @@ def _call(operands, m_indices, *, name, alignment, emulate):
     )
     target = (_EMULATED_TARGET if emulate else _TARGET) + name
     return jax.ffi.ffi_call(target, result)(*operands, m_indices, alignment=np.int64(alignment))
-
-
-def _vary_alike(*arrays):
-    """Inside shard_map, ffi_call wants all operands to vary over the same mesh axes."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    union = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
-        for x, axes in zip(arrays, varying, strict=True)
-    ]
 
 
 def _install(platform):
@@ -267,8 +258,10 @@ def _deep_gemm_functions(deep_gemm):
     )
     bf16_tail = _passed_on(getattr(deep_gemm, _BF16), (a, b, d, m_indices), [a, b, d, m_indices])
     return (
-        *(getattr(core, _FP8), fp8_tail),
-        *(getattr(core, _BF16), bf16_tail),
+        getattr(core, _FP8),
+        fp8_tail,
+        getattr(core, _BF16),
+        bf16_tail,
         core.get_mk_alignment_for_contiguous_layout,
         core.set_mk_alignment_for_contiguous_layout,
     )

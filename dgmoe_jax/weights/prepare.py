@@ -50,7 +50,7 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
     num_experts, hidden, inner = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size
     gate_weight = jnp.asarray(raw["gate_weight"])
     checks.shape("gate_weight", gate_weight, (num_experts, hidden))
-    checks.dtype("gate_weight", gate_weight, ("bfloat16", "float32"))
+    checks.dtype("gate_weight", gate_weight, _FLOATS)
     gate_bias = raw.get("gate_bias")
     if gate_bias is not None:
         gate_bias = jnp.asarray(gate_bias)
@@ -69,9 +69,11 @@ def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
     missing = [n for n in (*_REQUIRED, *shared[:2]) if raw.get(n) is None]
     if missing:
         raise ValueError(f"raw: missing {missing}")
-    unknown = sorted(set(raw) - {*_REQUIRED, *_OPTIONAL, *shared})
+    unknown = sorted(map(str, set(raw) - {*_REQUIRED, *_OPTIONAL, *shared}))
     if unknown:
         hint = "" if shared else " (shared_* needs num_shared_experts > 0)"
+        if any(str(name).endswith("_scale_inv") for name in unknown):
+            hint += " (a checkpoint's *_scale_inv is *_scale here: the factor that dequantises)"
         raise ValueError(
             f"raw: unknown {unknown}, must be in {[*_REQUIRED, *_OPTIONAL, *_SHARED]}{hint}"
         )
@@ -101,10 +103,12 @@ def _operand(
     weight, scale = jnp.asarray(raw[name]), raw.get(f"{name}_scale")
     checks.shape(name, weight, (*lead, parts * n, k))
     encoded = fmt.group is not None and weight.dtype == fmt.dtype
-    if encoded == (scale is None):
+    if encoded and scale is None:
+        raise ValueError(f"{name}: dtype {weight.dtype} without {name}_scale")
+    if scale is not None and not encoded:
+        takes = f"{fmt.dtype} weights" if fmt.group else "no recipe but a quantised one"
         raise ValueError(
-            f"{name}: dtype {weight.dtype} {'without' if encoded else 'with'} {name}_scale;"
-            f" {fmt.name} weights carry scales and no others do"
+            f"{name}_scale: given with {name} of dtype {weight.dtype}; goes with {takes}"
         )
     if not encoded:
         checks.dtype(name, weight, _FLOATS)
