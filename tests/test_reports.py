@@ -13,6 +13,7 @@ from conftest import (
     exact_layer,
     exact_tokens,
     f64,
+    random_ids,
     random_layer,
     rounded_oracle,
     run_step,
@@ -22,6 +23,7 @@ from conftest import (
 )
 
 import dgmoe_jax as dg
+from dgmoe_jax import reference
 
 
 def route(logits, backend, **router):
@@ -81,9 +83,8 @@ def test_c_ids_of_minus_one_contribute_nothing_whatever_the_buffers_hold(backend
 
 
 @every_backend
-@every_recipe
-def test_d_the_same_expert_twice_counts_twice(backend, recipe):
-    layer, x = random_layer(recipe=recipe, backend=backend), tokens(1, 128)
+def test_d_the_same_expert_twice_counts_twice(backend):
+    layer, x = random_layer(recipe="fp8_block", backend=backend), tokens(1, 128)
     once = layer(x, [[2, -1]], [[1.0, 0.0]])
     same_bits(layer(x, [[2, 2]], [[0.25, 0.75]]), once)
     assert error(once, rounded_oracle(layer, x, [[2]], [[1.0]])) < 0.006
@@ -116,20 +117,19 @@ def test_e_no_tokens_give_an_empty_result_and_tokens_of_no_expert_give_zeros(bac
 @every_backend
 def test_f_the_scaling_factor_scales_the_routed_part_alone(backend):
     """Exact data, so "exactly 2.5 times" can be: nothing is rounded before the one rounding."""
-    x, ids, weights = exact_tokens(3), [[0, 1], [2, 3], [1, 1]], [[0.5, 0.25]] * 3
-    plain, both = (
-        exact_layer(scaling_factor=factor, shared=shared, backend=backend)
-        for factor, shared in ((1.0, 0), (2.5, 1))
-    )
-    sums = walk(plain, x, ids, weights, backend)
-    routed = np.einsum("tk,tkh->th", weights, f64(sums.out)[sums.index[0]])
+    plain = exact_layer(backend=backend)
+    both = exact_layer(scaling_factor=2.5, shared=1, backend=backend)
+    x, ids, weights = exact_tokens(17), random_ids(1, 17, 2, 4), np.full((17, 2), (0.5, 0.25))
+    routed = plain.oracle(x, ids, weights, prepared=True, between=bf16, gemm_out=bf16)
     np.testing.assert_array_equal(f64(plain(x, ids, weights)), bf16(routed))
-    nowhere = both(x, np.full((3, 2), -1), weights)
-    np.testing.assert_array_equal(f64(both(x, ids, weights)), bf16(2.5 * routed + f64(nowhere)))
-    np.testing.assert_array_equal(
-        f64(nowhere), rounded_oracle(both, x, np.full((3, 2), -1), weights)
+    shared = f64(both(x, np.full((17, 2), -1), weights))
+    np.testing.assert_array_equal(f64(both(x, ids, weights)), bf16(2.5 * routed + shared))
+    alone = np.zeros((17, 1), int)
+    dense = reference.moe(
+        f64(x), *both.decoded[2:], alone, alone + 1.0, between=bf16, gemm_out=bf16
     )
-    assert np.abs(f64(nowhere)).min() > 0
+    np.testing.assert_array_equal(shared, dense)
+    assert routed.any() and dense.any()
 
 
 @every_backend
