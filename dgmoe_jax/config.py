@@ -35,7 +35,7 @@ def _need_real(owner: object, name: str, *, positive: bool, optional: bool = Fal
         raise TypeError(f"{type(owner).__name__}.{name}={value!r}: must be a number")
     # The layer computes in f32: what is not an ordinary number there would become 0 or Inf.
     ok = F32_TINY <= value <= F32_MAX if positive else -F32_MAX <= value <= F32_MAX
-    allowed = f"in [{F32_TINY:.3g}, {F32_MAX:.3g}]" if positive else "a finite f32"
+    allowed = f"finite and positive, in [{F32_TINY:.3g}, {F32_MAX:.3g}]" if positive else "finite"
     _need(ok, type(owner).__name__, name, value, allowed)
     object.__setattr__(owner, name, float(value))
 
