@@ -263,7 +263,7 @@ def test_all_tokens_on_one_expert_and_an_expert_with_none(backend, recipe):
         (ValueError, ["x", "(3, 64)", "(*, 128)"], dict(x=jnp.zeros((3, 64), jnp.bfloat16))),
         (ValueError, ["x", "(128,)", "(*, 128)"], dict(x=jnp.zeros(128, jnp.bfloat16))),
         (TypeError, ["x", "float32", "bfloat16"], dict(x=jnp.zeros((3, 128)))),
-        (ValueError, ["valid", "(2,)", "(3)"], dict(valid=jnp.ones(2, bool))),
+        (ValueError, ["valid", "(2,)", "(3,)"], dict(valid=jnp.ones(2, bool))),
         (TypeError, ["valid", "int32", "bool"], dict(valid=jnp.ones(3, jnp.int32))),
         (ValueError, ["topk_ids", "(2, 2)", "(3, *)"], dict(routing=routing(np.zeros((2, 2))))),
         (

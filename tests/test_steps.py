@@ -253,7 +253,7 @@ def test_unpermute_rounds_once_after_scaling_and_shared_experts(backend):
 @every_backend
 @every_recipe
 def test_poison_in_all_that_no_step_may_read_changes_no_live_bit(backend, recipe):
-    layer = random_layer(recipe=recipe, backend=backend, shared=1)
+    layer = random_layer(recipe=recipe, backend=backend)
     x, ids, weights = (
         tokens(3, 128),
         [[0, -1], [-1, -1], [3, 1]],
@@ -274,7 +274,6 @@ def test_poison_in_all_that_no_step_may_read_changes_no_live_bit(backend, recipe
             same_bits(values[live], want[live])
             if scales is not None:
                 same_bits(scales[:, : len(live)][:, live], want_scales[:, : len(live)][:, live])
-        same_bits(got.shared, clean.shared)
 
 
 # --- the registry
