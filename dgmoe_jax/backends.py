@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 from jax import Array
 
+from dgmoe_jax.config import BACKENDS
 from dgmoe_jax.platforms import only_on
 
 _PALLAS = {
@@ -25,9 +26,6 @@ _PALLAS = {
     "unpermute": "unpermute:unpermute",
     "gemm": "grouped_gemm:gemm",
 }
-
-
-BACKENDS = ("xla", "pallas", "deep_gemm", "emulator")
 
 
 def _load(path: str) -> Callable:

@@ -11,7 +11,7 @@ SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 SELECTIONS = ("scores", "hash")
 LAYOUTS = ("auto", "contiguous", "masked")
 F32_TINY, F32_MAX = 2.0**-126, 2.0**128 - 2.0**104
-BACKENDS = ("auto", "xla", "pallas", "deep_gemm", "emulator")
+BACKENDS = ("xla", "pallas", "deep_gemm", "emulator")
 
 
 def _need(ok: bool, owner: str, name: str, value: object, allowed: str) -> None:
@@ -182,7 +182,8 @@ class MoEConfig:
             raise TypeError(
                 f"MoEConfig.activation={self.activation!r}: must be SiLU, OAISwiGLU or SiTU"
             )
-        for name, allowed in (("recipe", RECIPES), ("layout", LAYOUTS), ("backend", BACKENDS)):
+        choices = {"recipe": RECIPES, "layout": LAYOUTS, "backend": ("auto", *BACKENDS)}
+        for name, allowed in choices.items():
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise TypeError(f"MoEConfig.{name}={value!r}: must be a string")

@@ -28,8 +28,6 @@ def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scal
       ValueError: unknown `spec`; x has too few dimensions; a packed format with odd K.
       TypeError: x is not a float array.
     """
-    if isinstance(spec, Format):
-        spec, ue8m0 = spec.name, spec.ue8m0 if ue8m0 is None else ue8m0
     fmt = format_named(spec, ue8m0)
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -38,18 +38,18 @@ MXFP4_1X32 = Format("mxfp4_1x32", "uint8", (1, 32), 6.0, ue8m0=True, packed=2)
 FORMATS = {f.name: f for f in (BF16, FP8_1X128, FP8_128X128, MXFP8_1X32, MXFP4_1X32)}
 
 
-def format_named(spec: str, ue8m0: bool | None = None) -> Format:
-    """The format called `spec`, with power-of-two scales if `ue8m0`.
+def format_named(spec: str | Format, ue8m0: bool | None = None) -> Format:
+    """The format `spec`, or the one called so, with power-of-two scales if `ue8m0`.
 
     Raises ValueError for an unknown name, and for `ue8m0=False` where the format has no choice.
     """
-    if spec not in FORMATS:
+    if not isinstance(spec, Format) and spec not in FORMATS:
         raise ValueError(f"spec={spec!r}: must be one of {sorted(FORMATS)}")
-    fmt = FORMATS[spec]
+    fmt = spec if isinstance(spec, Format) else FORMATS[spec]
     if ue8m0 is None or fmt.ue8m0 == ue8m0:
         return fmt
-    if fmt.group is None or fmt.ue8m0:
-        raise ValueError(f"ue8m0={ue8m0}: {spec} always has ue8m0={fmt.ue8m0}")
+    if fmt.group is None or FORMATS.get(fmt.name, fmt).ue8m0:
+        raise ValueError(f"ue8m0={ue8m0}: {fmt.name} always has ue8m0={fmt.ue8m0}")
     return replace(fmt, ue8m0=ue8m0)
 
 

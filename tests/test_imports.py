@@ -21,7 +21,7 @@ ALLOWED = {
     "types": {"recipes"},
     "platforms": set(),
     "tracing": set(),
-    "backends": {"platforms"},
+    "backends": {"config", "platforms"},
     "xla": {"tracing"},
     "reference": set(),
     "plan": {"backends", "config", "layouts", "recipes"},

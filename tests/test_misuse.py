@@ -134,6 +134,14 @@ def test_a_format_can_be_asked_for_powers_of_two():
     assert float(scales[0, 0]) == 2.0**-7
 
 
+def test_a_format_of_the_callers_own_is_used_as_it_is():
+    halves = dataclasses.replace(W13.format, name="mine", group=(1, 64), peak=224.0)
+    scaled = dg.quantize(jnp.ones((1, 128)), halves)
+    assert scaled.format == halves
+    assert scaled.scales.shape == (1, 2)
+    assert float(scaled.values[0, 0]) == 224.0
+
+
 def test_the_same_bits_inside_jit_scan_and_shard_map():
     want = np.asarray(jax.jit(layer)(X))
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))

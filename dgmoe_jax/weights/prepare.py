@@ -72,7 +72,7 @@ def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
     unknown = sorted(map(str, set(raw) - {*_REQUIRED, *_OPTIONAL, *shared}))
     if unknown:
         hint = "" if shared else " (shared_* needs num_shared_experts > 0)"
-        if any(str(name).endswith("_scale_inv") for name in unknown):
+        if any(name.endswith("_scale_inv") for name in unknown):
             hint += " (a checkpoint's *_scale_inv is *_scale here: the factor that dequantises)"
         raise ValueError(
             f"raw: unknown {unknown}, must be in {[*_REQUIRED, *_OPTIONAL, *_SHARED]}{hint}"
