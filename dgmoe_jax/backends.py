@@ -19,7 +19,7 @@ from dgmoe_jax.platforms import only_on
 _PALLAS = {
     "route": "route:route",
     "permute_index": "permute:permute_index",
-    "permute_rows": "permute:permute_rows",
+    "permute": "permute:permute",
     "quant": "quant:quant",
     "act": "act_quant:act",
     "act_quant": "act_quant:act_quant",
@@ -75,6 +75,14 @@ def current_arch() -> str:
         return "cpu"
     capability = str(getattr(device, "compute_capability", ""))
     return f"sm{capability.replace('.', '')}" if capability.replace(".", "").isdigit() else "gpu"
+
+
+def free_bytes() -> int | None:
+    """Memory that the default device has left for this process, or None where it does not say."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if not {"bytes_limit", "bytes_in_use"} <= stats.keys():
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def deep_gemm_unavailable() -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from dgmoe_jax import layouts
 from dgmoe_jax.recipes import RECIPES, padded
 
 
@@ -84,10 +85,21 @@ def params(params, cfg) -> None:
                 dtype(f"{where}.scales", weight.scales, ("float32",))
 
 
-def plan(plan, least_rows: int) -> None:
+def plan(plan, num_experts: int, num_tokens: int, top_k: int) -> None:
     """`plan` holds every routing of this call: fewer rows would be written past their end."""
-    if plan.rows < least_rows:
-        raise ValueError(f"plan.rows={plan.rows}: must be at least {least_rows} for this call")
+    if plan.layout == "contiguous":
+        least = layouts.contiguous_rows(num_tokens * top_k, num_experts, plan.alignment)
+        if plan.rows < least:
+            raise ValueError(f"plan.rows={plan.rows}: must be at least {least} for this call")
+        return
+    if plan.capacity < num_tokens:
+        raise ValueError(
+            f"plan.capacity={plan.capacity}: must be at least {num_tokens} for this call"
+        )
+    if plan.rows != num_experts * plan.capacity:
+        raise ValueError(
+            f"plan.rows={plan.rows}: must be capacity={plan.capacity} for each of {num_experts}"
+        )
 
 
 def instance(name: str, value, cls: type, hint: str) -> None:

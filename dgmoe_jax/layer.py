@@ -7,14 +7,13 @@ from jax import Array
 
 from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
-from dgmoe_jax.layouts import Contiguous
-from dgmoe_jax.plan import Plan, alignment_for
+from dgmoe_jax.plan import Plan, dense
 from dgmoe_jax.plan import plan as make_plan
 from dgmoe_jax.recipes import RECIPES, padded
-from dgmoe_jax.steps import experts, permute, quant, unpermute
+from dgmoe_jax.steps import experts, permute, unpermute
 from dgmoe_jax.steps import route as routing_step
 from dgmoe_jax.tracing import not_differentiable
-from dgmoe_jax.types import MoEParams, Routing, Rows
+from dgmoe_jax.types import MoEParams, Routing
 
 
 def moe_layer(
@@ -37,7 +36,9 @@ def moe_layer(
         without the scaling factor. The same expert twice in a row counts twice.
       token_ids: [T] int32, for hash routing, which does not run yet; otherwise not read.
       valid: [T] bool; tokens marked False go to no expert and their rows of y are zero.
-      plan: overrides `dgmoe_jax.plan(cfg, T)`, its backend and layout included.
+      plan: overrides `dgmoe_jax.plan(cfg, T)`, its backend and layout included. Slabs of fewer
+        than T * k rows are the caller's promise that a routing's ids are distinct within a token;
+        a token with a row too many gets NaN.
 
     Returns:
       y [T, H] bf16: scaling_factor * sum over slots of weight * expert(x), accumulated in f32 in
@@ -57,9 +58,10 @@ def moe_layer(
         checks.routing(routing.topk_ids, routing.topk_weights, num_tokens)
     top_k = cfg.router.top_k if routing is None else routing.topk_ids.shape[1]
     checks.params(params, cfg)
-    plan = make_plan(cfg, num_tokens, top_k=top_k) if plan is None else plan
+    if plan is None:
+        plan = make_plan(cfg, num_tokens, top_k=top_k, distinct_ids=routing is None)
     checks.instance("plan", plan, Plan, "from dgmoe_jax.plan(cfg, T)")
-    checks.plan(plan, Contiguous(plan.alignment).rows(num_tokens * top_k, cfg.num_experts))
+    checks.plan(plan, cfg.num_experts, num_tokens, top_k)
     if num_tokens == 0:
         return jnp.zeros_like(x)
     fmt = RECIPES[cfg.recipe].activations
@@ -67,28 +69,28 @@ def moe_layer(
     x, params, routing = not_differentiable((x, params, routing))
     x = backends.only_where_it_runs(x, backend)
 
+    promised = (
+        routing is not None and plan.layout == "masked" and plan.capacity < num_tokens * top_k
+    )
     if routing is None:
         logits = routing_step.router_logits(x, params.gate_weight)
         routing = routing_step.select(logits, params.gate_bias, cfg.router, backend)
     routing = routing_step.drop_padding(routing, valid)
 
-    hidden = padded(cfg.hidden_size)
-    encoded = quant.encode(jnp.pad(x, ((0, 0), (0, hidden - cfg.hidden_size))), fmt, backend)
-    rows, src2dst = permute.permute(*encoded, routing.topk_ids, cfg.num_experts, plan)
-    routed = experts.experts(rows, params.experts, cfg.activation, fmt, plan.alignment, backend)
+    x = jnp.pad(x, ((0, 0), (0, padded(cfg.hidden_size) - cfg.hidden_size)))
+    rows, src2dst = permute.permute(x, routing.topk_ids, fmt, cfg.num_experts, plan)
+    routed = experts.experts(rows, params.experts, cfg.activation, fmt, plan)
     shared = None
     if params.shared is not None:
-        every_row = jnp.zeros(num_tokens, jnp.int32)
-        shared = experts.experts(
-            Rows(*encoded, every_row),
-            params.shared,
-            cfg.activation,
-            fmt,
-            alignment_for(num_tokens, backend),
-            backend,
-        )
+        alone = dense(plan, num_tokens, cfg.recipe)
+        every_row = permute.in_place(x, fmt, alone)
+        shared = experts.experts(every_row, params.shared, cfg.activation, fmt, alone)
     y = unpermute.unpermute(
         routed, src2dst, routing.topk_weights, shared, cfg.router.scaling_factor, backend
     )
     y = y[:, : cfg.hidden_size]
+    if promised:
+        known = (routing.topk_ids >= 0) & (routing.topk_ids < cfg.num_experts)
+        lost = jnp.any(known & (src2dst < 0), axis=1, keepdims=True)
+        y = jnp.where(lost, jnp.nan, y)
     return y if valid is None else jnp.where(valid[:, None], y, 0)

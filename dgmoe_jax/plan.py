@@ -5,41 +5,67 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dgmoe_jax import backends
+from dgmoe_jax import backends, layouts
 from dgmoe_jax.config import MoEConfig
-from dgmoe_jax.layouts import Contiguous
 from dgmoe_jax.recipes import RECIPES, RUNS_ON, TILE, Recipe, padded
 
 PALLAS_BELOW_ROWS = {"bf16": 96, "fp8_block": 96}
 """Rows expected per expert below which our grouped GEMM beats DeepGEMM's on an H200."""
+
+MASKED_FROM_ROWS = 4
+"""Rows expected per expert from which DeepGEMM's masked GEMM beats its contiguous one there."""
+
+MASKED_MULTIPLE = 128
+"""DeepGEMM stores whole blocks of 64 or 128 rows: a slab must hold them, or the next one is hit."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What `moe_layer` will do for one number of tokens.
 
-    layout "contiguous"; rows: static number of rows the GEMMs see; capacity: rows an expert may
-    hold (equal to `rows` where experts share them); alignment: rows an expert's segment is padded
-    to; workspace_bytes: predicted bytes of intermediates alive at once; why: one sentence.
+    layout: "contiguous" or "masked" (`dgmoe_jax.layouts`). rows: static number of rows the GEMMs
+    see. capacity: rows an expert may hold (equal to `rows` where experts share them). alignment:
+    rows an expert's segment is padded to. tile: rows that a kernel takes at a time. expected_m:
+    mean rows of an expert, rounded up, by which DeepGEMM chooses its kernel. workspace_bytes:
+    predicted bytes of intermediates alive at once. why: one sentence.
     """
 
     layout: str
     rows: int
     capacity: int
     alignment: int
+    tile: int
+    expected_m: int
     workspace_bytes: int
     backend: str
     why: str
 
     def __post_init__(self):
-        if self.layout != "contiguous":
-            raise NotImplementedError(f"Plan.layout={self.layout!r}: 'contiguous' runs so far")
-        if self.alignment < 8 or self.alignment % 8 or self.rows % 8:
+        if self.layout not in ("contiguous", "masked"):
+            raise ValueError(f"Plan.layout={self.layout!r}: must be 'contiguous' or 'masked'")
+        for name in ("rows", "capacity", "alignment", "tile"):
+            value, least = getattr(self, name), 0 if name in ("rows", "capacity") else 8
+            # A dense block (`dense`) holds as many rows as there are tokens.
+            if value < least or (least and value % 8):
+                raise ValueError(f"Plan.{name}={value}: must be a multiple of 8, at least {least}")
+        if self.tile % self.alignment:
             raise ValueError(
-                f"Plan.alignment={self.alignment}, rows={self.rows}: must be multiples of 8"
+                f"Plan.tile={self.tile}: must be a multiple of alignment={self.alignment}"
             )
+        if self.layout == "masked" and (
+            self.capacity % self.alignment or self.rows % max(1, self.capacity)
+        ):
+            raise ValueError(
+                f"Plan.capacity={self.capacity}: must be a multiple of alignment={self.alignment}"
+                f" and divide rows={self.rows}"
+            )
+
+    @property
+    def slabs(self) -> int:
+        """Segments of `capacity` rows: every expert's in the masked layout, else 1."""
+        return self.rows // self.capacity if self.layout == "masked" and self.capacity else 1
 
 
 def plan(
@@ -50,12 +76,17 @@ def plan(
     free_bytes: int | None = None,
     ep_size: int = 1,
     top_k: int | None = None,
+    distinct_ids: bool = True,
+    masked_fraction: float = 0.25,
 ) -> Plan:
     """Layout, sizes and backend for `num_tokens` tokens.
 
     A pure function of its arguments once `arch` is given ("cpu", "sm90", ...; None asks the
-    default device, and whether DeepGEMM can run there). `free_bytes` bounds the workspace.
-    `top_k` stands for the router's where `moe_layer(routing=...)` brings its own slots.
+    default device: what it is, whether DeepGEMM can run there, and how much of its memory is free
+    where `free_bytes` is None). `free_bytes` bounds the workspace, and `layout="auto"` gives slabs
+    at most `masked_fraction` of it. `top_k` stands for the router's where `moe_layer(routing=...)`
+    brings its own slots, and `distinct_ids=False` for a routing that may name an expert twice in
+    a row, which takes slabs `top_k` times as large.
 
     Raises:
       ValueError: a negative `num_tokens`, or one whose rows overflow int32 indices.
@@ -66,8 +97,8 @@ def plan(
     top_k = _count("top_k", cfg.router.top_k if top_k is None else top_k, 1)
     if ep_size != 1:
         raise NotImplementedError(f"ep_size={ep_size}: only one device (ep_size=1) runs so far")
-    if cfg.layout == "masked":
-        raise NotImplementedError("layout='masked' does not run yet; 'contiguous' does")
+    if not 0 < masked_fraction <= 1:
+        raise ValueError(f"masked_fraction={masked_fraction!r}: must be in (0, 1]")
     asked = arch is None
     arch = arch or backends.current_arch()
     if not re.fullmatch(r"cpu|gpu|sm\d+", arch):
@@ -75,27 +106,82 @@ def plan(
     if arch not in RUNS_ON[cfg.recipe]:
         runs = [name for name, archs in RUNS_ON.items() if arch in archs] or "none"
         raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; these do: {runs}")
+    expected_rows = num_tokens * top_k / cfg.num_experts
+    backend, reason = _backend(cfg, arch, expected_rows, asked)
+
+    def laid_out(layout: str) -> Plan:
+        return _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids)
+
+    if cfg.layout != "auto":
+        chosen, why = laid_out(cfg.layout), "layout as asked"
+    else:
+        budget = backends.free_bytes() if asked and free_bytes is None else free_bytes
+        chosen, why = _layout(backend, expected_rows, laid_out, budget, masked_fraction)
+    widest = max(padded(cfg.hidden_size), 2 * padded(cfg.intermediate_size))
+    # The kernels count 128-wide groups of all rows in int32.
+    if chosen.rows * widest // TILE >= 2**31:
+        raise ValueError(
+            f"num_tokens={num_tokens}: {chosen.rows} rows overflow int32 indices; split them"
+        )
+    if free_bytes is not None and chosen.workspace_bytes > free_bytes:
+        raise MemoryError(
+            f"num_tokens={num_tokens} needs {chosen.workspace_bytes} bytes of workspace"
+            f" ({chosen.layout}), free_bytes={free_bytes}"
+        )
+    why = f"{reason}; {why}; {expected_rows:.4g} rows expected per expert: tiles of {chosen.tile}"
+    return replace(chosen, why=why)
+
+
+def _layout(backend, expected_rows, laid_out, budget, fraction) -> tuple[Plan, str]:
+    """The faster of the two layouts that fits."""
+    contiguous = laid_out("contiguous")
+    if backend != "deep_gemm":
+        return contiguous, "contiguous: this GEMM gains nothing from slabs"
+    if expected_rows < MASKED_FROM_ROWS:
+        return contiguous, "contiguous measured faster with few rows per expert"
+    masked = laid_out("masked")
+    if budget is not None and masked.workspace_bytes > fraction * budget:
+        return contiguous, (
+            f"contiguous: slabs would take {masked.workspace_bytes} bytes, more than {fraction:g}"
+            f" of {budget} free ones"
+        )
+    return masked, "masked measured faster"
+
+
+def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
     assignments = num_tokens * top_k
     expected_rows = assignments / cfg.num_experts
-    backend, reason = _backend(cfg, arch, expected_rows, asked)
-    alignment = alignment_for(expected_rows, backend)
-    rows = Contiguous(alignment).rows(assignments, cfg.num_experts)
-    # The kernels count 128-wide groups of all rows in int32.
-    if rows * max(padded(cfg.hidden_size), 2 * padded(cfg.intermediate_size)) // TILE >= 2**31:
-        raise ValueError(f"num_tokens={num_tokens}: {rows} rows overflow int32 indices; split them")
-    workspace = _workspace_bytes(cfg, num_tokens, assignments, rows)
-    if free_bytes is not None and workspace > free_bytes:
-        raise MemoryError(
-            f"num_tokens={num_tokens} needs {workspace} bytes of workspace, free_bytes={free_bytes}"
-        )
+    alignment, tile = tiling(expected_rows, backend, cfg.recipe)
+    if layout == "masked":
+        multiple = MASKED_MULTIPLE if backend in ("deep_gemm", "emulator") else tile
+        capacity = layouts.masked_capacity(num_tokens, top_k, multiple, distinct_ids=distinct_ids)
+        rows = cfg.num_experts * capacity
+    else:
+        rows = capacity = layouts.contiguous_rows(assignments, cfg.num_experts, alignment)
     return Plan(
-        layout="contiguous",
+        layout=layout,
         rows=rows,
-        capacity=rows,
+        capacity=capacity,
         alignment=alignment,
-        workspace_bytes=workspace,
+        tile=tile,
+        expected_m=-(-assignments // cfg.num_experts),
+        workspace_bytes=_workspace_bytes(cfg, num_tokens, assignments, rows, layout, backend),
         backend=backend,
-        why=f"{reason}; {expected_rows:.4g} rows expected per expert: segments of {alignment}",
+        why="",
+    )
+
+
+def dense(plan: Plan, num_tokens: int, recipe: str) -> Plan:
+    """`plan` for one expert that gets every token in its place: the shared experts."""
+    alignment, tile = tiling(num_tokens, plan.backend, recipe)
+    return replace(
+        plan,
+        layout="contiguous",
+        rows=num_tokens,
+        capacity=num_tokens,
+        alignment=alignment,
+        tile=tile,
+        expected_m=num_tokens,
     )
 
 
@@ -111,19 +197,20 @@ def _count(name: str, value: int, least: int) -> int:
     return value
 
 
-def alignment_for(expected_rows: float, backend: str) -> int:
-    """Rows that a segment is padded to, from the rows an expert is expected to get.
+def tiling(expected_rows: float, backend: str, recipe: str) -> tuple[int, int]:
+    """(alignment, tile) from the rows an expert is expected to get.
 
-    On a GPU the fastest of DeepGEMM's 32, 64 and 128 as measured on an H200 (FP8, w13 + w2;
-    three shapes, 1 to 16384 tokens): small tiles until an expert fills half of the next one.
-    The xla loop has no tiles: whole blocks per expert, within reason.
+    DeepGEMM's contiguous tiles are its alignment: the fastest of 32, 64 and 128 as measured on an
+    H200 (FP8, w13 + w2; three shapes, 1 to 16384 tokens): small tiles until an expert fills half
+    of the next one. The xla loop has no tiles: whole blocks per expert, within reason.
     """
     if backend == "xla":
         block = 8
         while block < min(expected_rows, 512):
             block *= 2
-        return block
-    return 32 if expected_rows < 16 else 64 if expected_rows < 64 else 128
+        return block, block
+    block = 32 if expected_rows < 16 else 64 if expected_rows < 64 else 128
+    return block, block
 
 
 def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tuple[str, str]:
@@ -158,12 +245,13 @@ def _refuse(backend: str, recipe: str, arch: str) -> None:
         )
 
 
-def _workspace_bytes(cfg: MoEConfig, num_tokens: int, assignments: int, rows: int) -> int:
+def _workspace_bytes(
+    cfg: MoEConfig, num_tokens: int, assignments: int, rows: int, layout: str, backend: str
+) -> int:
     recipe = RECIPES[cfg.recipe]
     hidden, inner = padded(cfg.hidden_size), padded(cfg.intermediate_size)
-    index = 4 * (2 * assignments + 2 * rows)
-    source = _row_bytes(recipe, hidden) * num_tokens if recipe.activations.group else 0
-    source += 2 * hidden * num_tokens if cfg.num_shared_experts else 0
+    index = 4 * (2 * assignments + (rows if layout == "contiguous" else 0))
+    source = 2 * hidden * num_tokens if cfg.num_shared_experts else 0
     w13_in, w13_out = _row_bytes(recipe, hidden), 4 * inner
     w2_in, w2_out = _row_bytes(recipe, inner), 2 * hidden
     widest = max(w13_in + w13_out, w13_out + w2_in, w2_in + w2_out)

@@ -63,13 +63,17 @@ class MoEParams:
 
 @_pytree
 class Rows:
-    """Rows that a grouped GEMM reads.
+    """Rows that a grouped GEMM reads, in either layout (`dgmoe_jax.layouts`).
 
-    values [M, K]; scales [K / group, M4] f32 stored MN-major with M4 = M rounded up to 4 (what
-    DeepGEMM reads through the transposed view), or None; m_indices [M] int32 expert of each row,
-    -1 for padding, whose contents are unspecified and may be NaN.
+    values [M, K]; scales [slabs * K / group, S] f32 or None, S = M / slabs rounded up to 4, stored
+    MN-major within a slab (what DeepGEMM reads through the transposed view); slabs is 1, or E in
+    the masked layout. tiles [3, N] int32: expert, first row and live rows of each tile. m_indices
+    [M] int32: expert of each row, -1 for padding (contiguous, and where it is read). masked_m [E]
+    int32: rows of each expert. What padding holds is unspecified and may be NaN.
     """
 
     values: Array
     scales: Array | None
-    m_indices: Array
+    tiles: Array
+    m_indices: Array | None
+    masked_m: Array | None

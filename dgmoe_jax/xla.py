@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dgmoe_jax.layouts import num_tiles
 from dgmoe_jax.tracing import vary_alike
 
 F32 = jnp.float32
@@ -63,39 +64,76 @@ def route(
 
 
 def permute_index(
-    topk_ids: Array, *, num_experts: int, alignment: int, rows: int
-) -> tuple[Array, Array, Array]:
-    """topk_ids [T, k] -> src2dst [T, k], dst2src [rows] (token), m_indices [rows], all int32.
+    topk_ids: Array,
+    *,
+    num_experts: int,
+    rows: int,
+    alignment: int,
+    capacity: int | None,
+    tile: int,
+    with_m_indices: bool,
+) -> tuple[Array, Array, Array | None, Array]:
+    """topk_ids [T, k] -> src2dst [T, k], tiles [3, N], m_indices [rows] or None, masked_m [E].
 
-    Rows of an expert are in (token, slot) order; -1 means "no row" and "padding".
+    All int32. Rows of an expert are in (token, slot) order; `capacity` None is the contiguous
+    layout. src2dst is -1 for ids outside 0..E-1 and for rows beyond `capacity`.
     """
-    top_k = topk_ids.shape[1]
     ids = topk_ids.reshape(-1)
-    here = (ids >= 0) & (ids < num_experts)
-    ids = jnp.where(here, ids, num_experts)
+    ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     counts = jnp.zeros(num_experts + 1, jnp.int32).at[ids].add(1)
-    segments = (-(-counts // alignment) * alignment).at[num_experts].set(0)
-    starts, offsets = jnp.cumsum(counts) - counts, jnp.cumsum(segments) - segments
     order = jnp.argsort(ids, stable=True)
-    ids_sorted = ids[order]
-    dst_sorted = offsets[ids_sorted] + jnp.arange(ids.size) - starts[ids_sorted]
-    dst_sorted = jnp.where(ids_sorted < num_experts, dst_sorted, rows)
-    src2dst = jnp.zeros(ids.size, jnp.int32).at[order].set(dst_sorted.astype(jnp.int32))
-    dst2src = (
-        jnp.full(rows, -1, jnp.int32)
-        .at[dst_sorted]
-        .set((order // top_k).astype(jnp.int32), mode="drop")
-    )
-    m_indices = jnp.full(rows, -1, jnp.int32).at[dst_sorted].set(ids_sorted, mode="drop")
-    return jnp.where(here, src2dst, -1).reshape(topk_ids.shape), dst2src, m_indices
+    starts = jnp.cumsum(counts) - counts
+    rank = jnp.zeros(ids.size, jnp.int32).at[order].set(jnp.arange(ids.size, dtype=jnp.int32))
+    rank = rank - starts[ids]
+
+    masked_m = counts[:num_experts]
+    if capacity is None:
+        segments = -(-masked_m // alignment) * alignment
+        offsets, fits = jnp.cumsum(segments) - segments, ids < num_experts
+    else:
+        masked_m = jnp.minimum(masked_m, capacity)
+        offsets = jnp.arange(num_experts, dtype=jnp.int32) * capacity
+        fits = (ids < num_experts) & (rank < capacity)
+    src2dst = jnp.where(fits, offsets[jnp.minimum(ids, num_experts - 1)] + rank, -1)
+
+    per_expert = -(-masked_m // tile)
+    last = jnp.cumsum(per_expert)
+    index = jnp.arange(num_tiles(ids.size, num_experts, tile), dtype=jnp.int32)
+    expert = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    live, e = expert < num_experts, jnp.minimum(expert, num_experts - 1)
+    inside = (index - (last - per_expert)[e]) * tile
+    tiles = jnp.stack([e, offsets[e] + inside, jnp.minimum(tile, masked_m[e] - inside)])
+    tiles = jnp.where(live, tiles, jnp.array([[-1], [0], [0]], jnp.int32))
+
+    m_indices = None
+    if with_m_indices:
+        m_indices = jnp.full(rows, -1, jnp.int32)
+        m_indices = m_indices.at[jnp.where(fits, src2dst, rows)].set(ids, mode="drop")
+    return src2dst.reshape(topk_ids.shape), tiles.astype(jnp.int32), m_indices, masked_m
 
 
-def permute_rows(
-    values: Array, scales: Array | None, src2dst: Array, dst2src: Array
+def permute(
+    x: Array, src2dst: Array, *, rows: int, slabs: int, group: int | None, ue8m0: bool
 ) -> tuple[Array, Array | None]:
-    """values [T, K], scales [G, T4] or None -> values [rows, K], scales [G, rows] or None."""
-    src = jnp.maximum(dst2src, 0)
-    return values[src], None if scales is None else scales[:, src]
+    """x [T, K] bf16 -> rows in the experts' order: values [rows, K], scales [slabs * G, S].
+
+    Quantised as by `quant`; `group` None: bf16 values and no scales. Other rows are unspecified.
+    """
+    tokens = jnp.broadcast_to(jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], src2dst.shape)
+    dst = jnp.where(src2dst < 0, rows, src2dst)
+    dst2src = jnp.zeros(rows, jnp.int32).at[dst].set(tokens, mode="drop")
+    if group is None:
+        return x[dst2src], None
+    values, scales = quant(x, group=group, ue8m0=ue8m0)
+    return values[dst2src], _in_slabs(scales.T[dst2src], slabs)
+
+
+def _in_slabs(scales: Array, slabs: int) -> Array:
+    """[M, G] -> [slabs * G, S], S = M / slabs rounded up to 4: MN-major within a slab."""
+    capacity, groups = scales.shape[0] // slabs, scales.shape[1]
+    scales = scales.reshape(slabs, capacity, groups).transpose(0, 2, 1)
+    scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -capacity % 4)))
+    return scales.reshape(slabs * groups, -1)
 
 
 def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Array]:
@@ -109,8 +147,7 @@ def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Ar
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
     values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
-    tail = -x.shape[0] % 4
-    return values.reshape(x.shape), jnp.pad(scales.T, ((0, 0), (0, tail)))
+    return values.reshape(x.shape), _in_slabs(scales, 1)
 
 
 def divide(x: Array, y: Array) -> Array:
@@ -159,22 +196,29 @@ def _activate(gateup: Array, activation: str, params: tuple) -> Array:
     return ACTIVATION[activation](gate, up, *params)
 
 
-def act(gateup: Array, m_indices: Array, *, activation: str, params: tuple) -> Array:
+def act(
+    gateup: Array, tiles: Array, *, tile: int, alignment: int, activation: str, params: tuple
+) -> Array:
     """gateup [M, 2I] bf16 -> [M, I] bf16."""
     return _activate(gateup, activation, params).astype(gateup.dtype)
 
 
 def act_quant(
     gateup: Array,
-    m_indices: Array,
+    tiles: Array,
     *,
+    tile: int,
+    alignment: int,
+    slabs: int,
     activation: str,
     params: tuple,
     group: int = 128,
     ue8m0: bool = False,
 ) -> tuple[Array, Array]:
-    """gateup [M, 2I] bf16 -> values [M, I] fp8, scales [I / group, M4]; f32 until quantised."""
-    return quant(_activate(gateup, activation, params), group=group, ue8m0=ue8m0)
+    """gateup [M, 2I] bf16 -> values [M, I] fp8, scales [slabs * G, S]; f32 until quantised."""
+    m = gateup.shape[0]
+    values, scales = quant(_activate(gateup, activation, params), group=group, ue8m0=ue8m0)
+    return values, _in_slabs(scales[:, :m].T, slabs)
 
 
 def _bits(x: Array) -> Array:
@@ -186,34 +230,39 @@ def gemm(
     a_scales: Array | None,
     b: Array,
     b_scales: Array | None,
-    m_indices: Array,
+    tiles: Array,
+    m_indices: Array | None,
+    masked_m: Array | None,
     *,
     alignment: int,
+    tile: int,
+    slabs: int,
+    expected_m: int,
 ) -> Array:
-    """a [M, K] x b [E, N, K] -> [M, N] bf16; row r uses b[m_indices[r]], f32 accumulation.
+    """a [M, K] x b [E, N, K] -> [M, N] bf16; a tile's rows use its expert's b, f32 accumulation.
 
-    A loop over blocks of `alignment` rows, each of one expert, that stops at the last real block:
+    A loop over `tiles` (here `tile == alignment`) that stops at the last real one:
     `lax.ragged_dot` multiplies every row by every expert where it has no kernel of its own, and
-    batched products copy an expert's weights once per block.
+    batched products copy an expert's weights once per tile.
     """
     num_rows, n = a.shape[0], b.shape[1]
-    tail = -num_rows % alignment
+    tail = -num_rows % tile
     a = jnp.pad(a, ((0, tail), (0, 0)))
-    block_expert = jnp.pad(m_indices, (0, tail), constant_values=-1)[::alignment]
-    real = jnp.max(jnp.where(block_expert >= 0, jnp.arange(block_expert.size) + 1, 0))
     if a_scales is not None:
-        a_scales = jnp.pad(a_scales[:, :num_rows].T, ((0, tail), (0, 0)))
+        groups, capacity = a_scales.shape[0] // slabs, num_rows // slabs
+        a_scales = a_scales.reshape(slabs, groups, -1)[:, :, :capacity].transpose(0, 2, 1)
+        a_scales = jnp.pad(a_scales.reshape(num_rows, groups), ((0, tail), (0, 0)))
     # Slices are cut from bits: XLA on a CPU would convert all of a float8 array to cut one.
     a_bits, b_bits = _bits(a), _bits(b)
 
-    def block(i, out):
-        expert = jnp.maximum(block_expert[i], 0)
-        rows = lax.dynamic_slice_in_dim(a_bits, i * alignment, alignment)
+    def multiply(i, out):
+        expert, first = tiles[0, i], tiles[1, i]
+        rows = lax.dynamic_slice_in_dim(a_bits, first, tile)
         rows = lax.bitcast_convert_type(rows, a.dtype)
         weights = lax.dynamic_index_in_dim(b_bits, expert, keepdims=False)
         weights = lax.bitcast_convert_type(weights, b.dtype)
         if a_scales is not None:
-            rows_scale = lax.dynamic_slice_in_dim(a_scales, i * alignment, alignment)
+            rows_scale = lax.dynamic_slice_in_dim(a_scales, first, tile)
             rows = rows.astype(F32) * jnp.repeat(rows_scale, 128, axis=1)
             weights_scale = lax.dynamic_index_in_dim(b_scales, expert, keepdims=False)
             spread = jnp.repeat(jnp.repeat(weights_scale, 128, axis=0), 128, axis=1)
@@ -225,10 +274,10 @@ def gemm(
             precision=lax.Precision.HIGHEST,
             preferred_element_type=F32,
         )
-        return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), i * alignment, 0)
+        return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), first, 0)
 
-    out, *_ = vary_alike(jnp.zeros((num_rows + tail, n), jnp.bfloat16), a, b, m_indices)
-    return lax.fori_loop(0, real, block, out)[:num_rows]
+    out, *_ = vary_alike(jnp.zeros((num_rows + tail, n), jnp.bfloat16), a, b, tiles)
+    return lax.fori_loop(0, jnp.sum(tiles[0] >= 0), multiply, out)[:num_rows]
 
 
 def unpermute(

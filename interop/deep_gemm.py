@@ -30,9 +30,18 @@ from dgmoe_jax.tracing import vary_alike
 
 _FP8 = "m_grouped_fp8_fp4_gemm_nt_contiguous"
 _BF16 = "m_grouped_bf16_gemm_nt_contiguous"
+_FP8_MASKED = "m_grouped_fp8_fp4_gemm_nt_masked"
+_BF16_MASKED = "m_grouped_bf16_gemm_nt_masked"
+_TENSORS = {  # of each function of DeepGEMM's _C, in its order
+    _FP8: ("a", "a_scales", "b", "b_scales", "d", "m_indices"),
+    _BF16: ("a", "b", "d", "m_indices"),
+    _FP8_MASKED: ("a", "a_scales", "b", "b_scales", "d", "masked_m"),
+    _BF16_MASKED: ("a", "b", "d", "masked_m"),
+}
 _TARGET, _EMULATED_TARGET = "dgmoe_", "dgmoe_emulated_"
 _SCALE_GROUP = 128
 _GPU_ALIGNMENTS = (32, 64, 128)
+_GPU_SLAB = 128  # rows that the masked kernels store at a time, at most
 _PACKAGES = {  # import name -> what pip calls it
     "torch": "torch",
     "tvm_ffi": "apache-tvm-ffi",
@@ -63,8 +72,9 @@ def m_grouped_bf16_gemm_nt_contiguous(a, b, m_indices, *, alignment=128, emulate
       TypeError, ValueError: a dtype, shape or alignment that the kernel cannot take.
       NotImplementedError: DeepGEMM cannot run here; the text says what is missing.
     """
-    _check_operands(a, b, m_indices, jnp.bfloat16, 64, alignment, emulate)
-    return _call((a, b), m_indices, name=_BF16, alignment=alignment, emulate=emulate)
+    _check_rows(a, b, jnp.bfloat16, 64)
+    _check_m_indices(m_indices, a.shape[0], alignment, emulate)
+    return _contiguous((a, b), m_indices, name=_BF16, alignment=alignment, emulate=emulate)
 
 
 def m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, m_indices, *, alignment=128, emulate=False):
@@ -86,29 +96,91 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, m_indices, *, alignment=128, emul
       NotImplementedError: DeepGEMM cannot run here; the text says what is missing.
     """
     (a, a_scales), (b, b_scales) = a, b
-    _check_operands(a, b, m_indices, jnp.float8_e4m3fn, _SCALE_GROUP, alignment, emulate)
-    (rows, depth), (experts, columns, _) = a.shape, b.shape
-    groups = depth // _SCALE_GROUP
-    _check("scales of a", a_scales, jnp.float32, (groups, -(-rows // 4) * 4))
-    _check("scales of b", b_scales, jnp.float32, (experts, -(-columns // _SCALE_GROUP), groups))
+    _check_rows(a, b, jnp.float8_e4m3fn, _SCALE_GROUP)
+    _check_m_indices(m_indices, a.shape[0], alignment, emulate)
+    _check_scales(a, a_scales, b, b_scales)
     operands = (a, a_scales, b, b_scales)
-    return _call(operands, m_indices, name=_FP8, alignment=alignment, emulate=emulate)
+    return _contiguous(operands, m_indices, name=_FP8, alignment=alignment, emulate=emulate)
 
 
-def gemm(a, a_scales, b, b_scales, m_indices, *, alignment, emulate=False):
+def m_grouped_bf16_gemm_nt_masked(a, b, masked_m, expected_m, *, emulate=False):
+    """Grouped GEMM on slabs of bf16 rows: ``a[e] @ b[e].T`` on the first masked_m[e] rows.
+
+    Args:
+      a: [E, M, K] bfloat16, K a multiple of 64, M of 128 (with ``emulate`` of 8). The kernels store
+        whole blocks, so that the rest of a block beyond masked_m[e] is overwritten.
+      b: [E, N, K] bfloat16, N a multiple of 8.
+      masked_m: [E] int32, at most M each.
+      expected_m: int, the mean of masked_m that DeepGEMM chooses its kernel by; never a limit.
+      emulate: run the same chain on a CPU, with a numpy emulator in DeepGEMM's place.
+
+    Returns:
+      [E, M, N] bfloat16. Rows from masked_m[e] on are unspecified.
+
+    Raises:
+      TypeError, ValueError: a dtype or shape that the kernel cannot take.
+      NotImplementedError: DeepGEMM cannot run here; the text says what is missing.
+    """
+    _check_rows(a, b, jnp.bfloat16, 64)
+    _check_masked(a, masked_m, expected_m, emulate)
+    return _masked((a, b), masked_m, name=_BF16_MASKED, expected_m=expected_m, emulate=emulate)
+
+
+def m_grouped_fp8_fp4_gemm_nt_masked(a, b, masked_m, expected_m, *, emulate=False):
+    """Grouped GEMM on slabs of FP8 rows with f32 scales; otherwise as the bf16 one. Needs SM90.
+
+    Args:
+      a: pair of values [E, M, K] float8_e4m3fn, K a multiple of 128, and scales [E, K/128, M4]
+        float32, M4 = M rounded up to 4. DeepGEMM sees the transposed view: shape (E, M, K/128).
+      b: pair of values [E, N, K] float8_e4m3fn, N a multiple of 8, and scales
+        [E, ceil(N/128), K/128] float32, one per 128 x 128 block.
+      masked_m, expected_m, emulate: as for bf16.
+
+    Returns, raises: as the bf16 one.
+    """
+    (a, a_scales), (b, b_scales) = a, b
+    _check_rows(a, b, jnp.float8_e4m3fn, _SCALE_GROUP)
+    _check_masked(a, masked_m, expected_m, emulate)
+    _check_scales(a, a_scales, b, b_scales)
+    operands = (a, a_scales, b, b_scales)
+    return _masked(operands, masked_m, name=_FP8_MASKED, expected_m=expected_m, emulate=emulate)
+
+
+def gemm(
+    a,
+    a_scales,
+    b,
+    b_scales,
+    tiles,
+    m_indices,
+    masked_m,
+    *,
+    alignment,
+    tile,
+    slabs,
+    expected_m,
+    emulate=False,
+):
     """The layer's GEMM step: FP8 when both scales are given, bf16 when both are None.
 
-    Shapes, result and errors are those of the two functions above.
+    a [M, K] and a_scales [slabs * K/128, S] lie in slabs, and masked_m is read, where m_indices is
+    None; else contiguously, and m_indices [M] is read. Result [M, N]; the rest as above.
     """
     if (a_scales is None) != (b_scales is None):
         raise ValueError("a_scales and b_scales must both be given (FP8) or both be None (bf16)")
-    if a_scales is None:
-        return m_grouped_bf16_gemm_nt_contiguous(
-            a, b, m_indices, alignment=alignment, emulate=emulate
+    fp8 = a_scales is not None
+    if m_indices is not None:
+        function = (
+            m_grouped_fp8_fp4_gemm_nt_contiguous if fp8 else m_grouped_bf16_gemm_nt_contiguous
         )
-    return m_grouped_fp8_fp4_gemm_nt_contiguous(
-        (a, a_scales), (b, b_scales), m_indices, alignment=alignment, emulate=emulate
-    )
+        a, b = ((a, a_scales), (b, b_scales)) if fp8 else (a, b)
+        return function(a, b, m_indices, alignment=alignment, emulate=emulate)
+    function = m_grouped_fp8_fp4_gemm_nt_masked if fp8 else m_grouped_bf16_gemm_nt_masked
+    rows = a.shape[0]
+    a = a.reshape(slabs, rows // slabs, a.shape[1])
+    if fp8:
+        a, b = (a, a_scales.reshape(slabs, -1, a_scales.shape[1])), (b, b_scales)
+    return function(a, b, masked_m, expected_m, emulate=emulate).reshape(rows, -1)
 
 
 def availability():
@@ -146,23 +218,48 @@ def _check(name, array, dtype, shape):
         raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
 
 
-def _check_operands(a, b, m_indices, dtype, depth_step, alignment, emulate):
-    if a.ndim != 2 or b.ndim != 3:
-        raise ValueError(f"a must be [M, K] and b [E, N, K]; their shapes are {a.shape}, {b.shape}")
-    (rows, depth), (experts, columns, _) = a.shape, b.shape
-    _check("a", a, dtype, (rows, depth))
+def _check_rows(a, b, dtype, depth_step):
+    """a is [M, K] or, in slabs, [E, M, K]; b is [E, N, K]."""
+    if a.ndim not in (2, 3) or b.ndim != 3:
+        raise ValueError(
+            f"a must be [M, K] or [E, M, K], b [E, N, K]; their shapes are {a.shape}, {b.shape}"
+        )
+    depth, (experts, columns, _) = a.shape[-1], b.shape
+    _check("a", a, dtype, (*((experts,) if a.ndim == 3 else ()), *a.shape[-2:]))
     _check("b", b, dtype, (experts, columns, depth))
-    _check("m_indices", m_indices, jnp.int32, (rows,))
     if depth == 0 or depth % depth_step:
         raise ValueError(f"K is {depth}; it must be a positive multiple of {depth_step}")
     if experts == 0 or columns == 0 or columns % 8:
         raise ValueError(
             f"b has E = {experts}, N = {columns}; E must be positive, N a positive multiple of 8"
         )
+
+
+def _check_m_indices(m_indices, rows, alignment, emulate):
+    _check("m_indices", m_indices, jnp.int32, (rows,))
     if emulate and (alignment <= 0 or alignment % 8):
         raise ValueError(f"alignment is {alignment}; the emulator takes positive multiples of 8")
     if not emulate and alignment not in _GPU_ALIGNMENTS:
         raise ValueError(f"alignment is {alignment}; DeepGEMM takes one of {_GPU_ALIGNMENTS}")
+
+
+def _check_masked(a, masked_m, expected_m, emulate):
+    experts, rows, _ = a.shape
+    _check("masked_m", masked_m, jnp.int32, (experts,))
+    step = 8 if emulate else _GPU_SLAB
+    if rows % step:
+        raise ValueError(f"slabs have M = {rows} rows; M must be a multiple of {step}")
+    if isinstance(expected_m, bool) or not isinstance(expected_m, (int, np.integer)):
+        raise TypeError(f"expected_m is {expected_m!r}; it must be an int, known when tracing")
+    if expected_m < 0:
+        raise ValueError(f"expected_m is {expected_m}; it must be at least 0")
+
+
+def _check_scales(a, a_scales, b, b_scales):
+    *slabs, rows, depth = a.shape
+    groups, (experts, columns, _) = depth // _SCALE_GROUP, b.shape
+    _check("scales of a", a_scales, jnp.float32, (*slabs, groups, -(-rows // 4) * 4))
+    _check("scales of b", b_scales, jnp.float32, (experts, -(-columns // _SCALE_GROUP), groups))
 
 
 _NEEDS_GPU = (
@@ -173,36 +270,48 @@ _NEEDS_CPU = "the emulator of DeepGEMM reads host memory and runs on a CPU only"
 
 
 @functools.partial(jax.jit, static_argnames=("name", "alignment", "emulate"), inline=True)
-def _call(operands, m_indices, *, name, alignment, emulate):
+def _contiguous(operands, m_indices, *, name, alignment, emulate):
     a, b = operands[0], operands[len(operands) // 2]
-    rows, columns = a.shape[0], b.shape[1]
-    if rows == 0:
-        return jnp.zeros((0, columns), jnp.bfloat16)
+    rows = a.shape[0]
+    # The FP8 kernel reads m_indices at every 64th row of a block, also past M.
+    if rows % alignment:
+        m_indices = jnp.pad(m_indices, (0, -rows % alignment), constant_values=-1)
+    shape = (rows, b.shape[1])
+    return _call(name, operands, m_indices, shape, emulate, alignment=np.int64(alignment))
+
+
+@functools.partial(jax.jit, static_argnames=("name", "expected_m", "emulate"), inline=True)
+def _masked(operands, masked_m, *, name, expected_m, emulate):
+    a, b = operands[0], operands[len(operands) // 2]
+    shape = (*a.shape[:2], b.shape[1])
+    # DeepGEMM refuses 0.
+    return _call(name, operands, masked_m, shape, emulate, expected_m=np.int64(max(1, expected_m)))
+
+
+def _call(name, operands, groups, shape, emulate, **attributes):
+    """[*shape] bf16 from the function ``name``; ``groups`` says which rows are whose."""
+    if 0 in shape:
+        return jnp.zeros(shape, jnp.bfloat16)
     if emulate:
         _install("cpu")
     elif jax.default_backend() == "gpu":
         reason = availability()
-        if reason is None and name == _FP8 and _capability() != "9.0":
+        if reason is None and name in (_FP8, _FP8_MASKED) and _capability() != "9.0":
             reason = "DeepGEMM's SM100 FP8 kernels want packed UE8M0 scales, not f32; bf16 runs"
         if reason is not None:
             raise NotImplementedError(reason)
         _install("gpu")
-    # The FP8 kernel reads m_indices at every 64th row of a block, also past M.
-    if rows % alignment:
-        m_indices = jnp.pad(m_indices, (0, -rows % alignment), constant_values=-1)
-    *operands, m_indices = vary_alike(*operands, m_indices)
-    m_indices = (
-        only_on(m_indices, "cpu", _NEEDS_CPU) if emulate else only_on(m_indices, "cuda", _NEEDS_GPU)
-    )
+    *operands, groups = vary_alike(*operands, groups)
+    groups = only_on(groups, "cpu", _NEEDS_CPU) if emulate else only_on(groups, "cuda", _NEEDS_GPU)
     like = jax.typeof(operands[0])
     result = jax.ShapeDtypeStruct(
-        (rows, columns),
+        shape,
         jnp.bfloat16,
         sharding=like.sharding,
         manual_axis_type=like.manual_axis_type,
     )
     target = (_EMULATED_TARGET if emulate else _TARGET) + name
-    return jax.ffi.ffi_call(target, result)(*operands, m_indices, alignment=np.int64(alignment))
+    return jax.ffi.ffi_call(target, result)(*operands, groups, **attributes)
 
 
 def _install(platform):
@@ -225,18 +334,24 @@ def _install(platform):
             torch.cuda.init()
             functions = _deep_gemm_functions(deep_gemm)
         else:
-            from .emulator import m_grouped_gemm_nt_contiguous
+            from . import emulator
 
-            emulator = tvm_ffi.convert(m_grouped_gemm_nt_contiguous)
-            functions = (emulator, [], emulator, [], None, None)
+            contiguous = tvm_ffi.convert(emulator.m_grouped_gemm_nt_contiguous)
+            masked = tvm_ffi.convert(emulator.m_grouped_gemm_nt_masked)
+            emulated = {_FP8: contiguous, _BF16: contiguous}
+            emulated |= {_FP8_MASKED: masked, _BF16_MASKED: masked}
+            functions = ({name: (f, []) for name, f in emulated.items()}, None, None)
+        kernels, get_alignment, set_alignment = functions
         shim = tvm_ffi.load_module(str(_build_shim(platform)))
-        shim.install(*functions)
+        flat = [part for name in _TENSORS for part in kernels[name]]
+        shim.install(*flat, get_alignment, set_alignment)
         prefix = _EMULATED_TARGET if platform == "cpu" else _TARGET
-        for name in (_FP8, _BF16):
+        for name in _TENSORS:
+            attribute = "expected_m" if name in (_FP8_MASKED, _BF16_MASKED) else "alignment"
             jax_tvm_ffi.register_ffi_target(
                 prefix + name,
                 shim.get_function(name),
-                arg_spec=["args", "rets", "attrs.alignment"],
+                arg_spec=["args", "rets", f"attrs.{attribute}"],
                 platform=platform,
                 # DeepGEMM's host side takes some 30 us a call, longer than a decode-sized GEMM
                 # runs. Twenty (256, 1536, 2048) FP8 GEMMs in a program: 10 us each captured, 29
@@ -247,24 +362,22 @@ def _install(platform):
 
 
 def _deep_gemm_functions(deep_gemm):
+    """{name: (function, what follows its tensors)}, and how to get and to set the alignment."""
     # _C takes positional arguments, and which follow the tensors differs between wheels: run the
     # wheel's own Python wrapper with a stand-in for _C and see what it passes on.
-    core = deep_gemm._C
-    a, a_scales, b, b_scales, d, m_indices = (object() for _ in range(6))
-    fp8_tail = _passed_on(
-        getattr(deep_gemm, _FP8),
-        ((a, a_scales), (b, b_scales), d, m_indices),
-        [a, a_scales, b, b_scales, d, m_indices],
-    )
-    bf16_tail = _passed_on(getattr(deep_gemm, _BF16), (a, b, d, m_indices), [a, b, d, m_indices])
-    return (
-        getattr(core, _FP8),
-        fp8_tail,
-        getattr(core, _BF16),
-        bf16_tail,
-        core.get_mk_alignment_for_contiguous_layout,
-        core.set_mk_alignment_for_contiguous_layout,
-    )
+    core, kernels = deep_gemm._C, {}
+    for name, tensors in _TENSORS.items():
+        given = {t: object() for t in tensors}
+        pairs = [
+            (given[x], given[f"{x}_scales"]) if f"{x}_scales" in given else given[x] for x in "ab"
+        ]
+        # The masked ones take expected_m after the tensors.
+        last = [given[tensors[-1]]] + ([object()] if tensors[-1] == "masked_m" else [])
+        passed = [*(given[t] for t in tensors[:-1]), *last]
+        tail = _passed_on(getattr(deep_gemm, name), (*pairs, given["d"], *last), passed)
+        kernels[name] = (getattr(core, name), tail)
+    get, set_ = (f"{verb}_mk_alignment_for_contiguous_layout" for verb in ("get", "set"))
+    return kernels, getattr(core, get), getattr(core, set_)
 
 
 def _passed_on(wrapper, args, tensors):

@@ -1,4 +1,4 @@
-"""DeepGEMM's contiguous grouped GEMMs on a CPU, from the bytes that its SM90 kernels would read.
+"""DeepGEMM's grouped GEMMs on a CPU, from the bytes that its SM90 kernels would read.
 
 Shares no code with what packs those bytes. The shim hands over plain integers only.
 """
@@ -40,15 +40,40 @@ def _tensors(flat):
     return views
 
 
-def _require_tma_scales(a_scales, rows, groups):
+def _require_tma_scales(a_scales, a):
     # The TMA descriptor is made from the shape alone; other strides would be repacked on the GPU.
-    aligned_rows = math.ceil(rows / 4) * 4
+    *slabs, rows, depth = a.shape
+    groups, aligned_rows = depth // _SCALE_GROUP, math.ceil(rows / 4) * 4
+    wanted = (*(groups * aligned_rows for _ in slabs), 1, aligned_rows)
     strides = tuple(s // a_scales.itemsize for s in a_scales.strides)
-    if a_scales.shape != (rows, groups) or strides != (1, aligned_rows):
+    if a_scales.shape != (*slabs, rows, groups) or strides != wanted:
         raise ValueError(
             f"scales of a: shape {a_scales.shape} with strides {strides}; the kernel reads shape "
-            f"{(rows, groups)} with strides {(1, aligned_rows)}"
+            f"{(*slabs, rows, groups)} with strides {wanted}"
         )
+
+
+def _operands(integers):
+    """a, a_scales, b, b_scales, d, the groups and the last integer; no scales: bf16."""
+    *flat, number = (int(i) for i in integers)
+    tensors = _tensors(flat)
+    if len(tensors) == 4:
+        a, b, d, groups = tensors
+        return a, None, b, None, d, groups, number
+    _require_tma_scales(tensors[1], tensors[0])
+    return *tensors, number
+
+
+def _product(a, a_scales, b, b_scales):
+    """a [M, K] times b [N, K] transposed, as bf16: by way of f32, as the kernels round theirs."""
+    with np.errstate(all="ignore"):  # padding rows may hold anything
+        x, w = a.astype(np.float64), b.astype(np.float64)
+        if a_scales is not None:
+            x *= np.repeat(a_scales.astype(np.float64), _SCALE_GROUP, axis=1)
+            blocks = b_scales.astype(np.float64)
+            blocks = blocks.repeat(_SCALE_GROUP, axis=0).repeat(_SCALE_GROUP, axis=1)
+            w *= blocks[: w.shape[0], : w.shape[1]]
+        return (x @ w.T).astype(np.float32).astype(ml_dtypes.bfloat16)
 
 
 def m_grouped_gemm_nt_contiguous(*integers):
@@ -68,14 +93,8 @@ def m_grouped_gemm_nt_contiguous(*integers):
       ValueError, TypeError: memory that DeepGEMM would refuse or read wrongly.
       IndexError: an expert that does not exist; a GPU would read past the weights.
     """
-    *flat, alignment = (int(i) for i in integers)
-    tensors = _tensors(flat)
-    fp8 = len(tensors) == 6
-    if fp8:
-        a, a_scales, b, b_scales, d, m_indices = tensors
-        _require_tma_scales(a_scales, a.shape[0], a.shape[1] // _SCALE_GROUP)
-    else:
-        a, b, d, m_indices = tensors
+    a, a_scales, b, b_scales, d, m_indices, alignment = _operands(integers)
+    fp8 = a_scales is not None
     rows, experts = a.shape[0], b.shape[0]
     if m_indices.shape != (rows,) or d.shape != (rows, b.shape[1]):
         raise ValueError(
@@ -95,13 +114,34 @@ def m_grouped_gemm_nt_contiguous(*integers):
             if m_indices[wave] >= 0 or not fp8:
                 rows_of.setdefault(expert, []).extend(range(wave, min(wave + step, end)))
 
-    with np.errstate(all="ignore"):  # padding rows may hold anything
-        for expert, live in rows_of.items():
-            x, w = a[live].astype(np.float64), b[expert].astype(np.float64)
-            if fp8:
-                x *= np.repeat(a_scales[live].astype(np.float64), _SCALE_GROUP, axis=1)
-                blocks = b_scales[expert].astype(np.float64)
-                blocks = blocks.repeat(_SCALE_GROUP, axis=0).repeat(_SCALE_GROUP, axis=1)
-                w *= blocks[: w.shape[0], : w.shape[1]]
-            # By way of f32, as the kernels round their f32 accumulators.
-            d[live] = (x @ w.T).astype(np.float32).astype(ml_dtypes.bfloat16)
+    for e, live in rows_of.items():
+        scales = (a_scales[live], b_scales[e]) if fp8 else (None, None)
+        d[live] = _product(a[live], scales[0], b[e], scales[1])
+
+
+def m_grouped_gemm_nt_masked(*integers):
+    """``d[e] = a[e] @ b[e].T`` on the first ``masked_m[e]`` rows, written in place as bf16.
+
+    Args:
+      *integers: the tensors ``a, b, d, masked_m`` (bf16) or ``a, a_scales, b, b_scales, d,
+        masked_m``, as of the contiguous function, a and d with a leading dimension of experts;
+        then expected_m, which chooses among equal kernels and is not read here.
+
+    The kernels store whole waves of 64 rows: the rest of the last one holds NaN here.
+
+    Raises:
+      ValueError, TypeError: memory that DeepGEMM would refuse or read wrongly, or a masked_m
+        beyond the slab, which a GPU would read past.
+    """
+    a, a_scales, b, b_scales, d, masked_m, _ = _operands(integers)
+    experts, capacity, _ = a.shape
+    if masked_m.shape != (experts,) or d.shape != (experts, capacity, b.shape[1]):
+        raise ValueError(
+            f"masked_m {masked_m.shape} and d {d.shape} do not fit a {a.shape}, b {b.shape}"
+        )
+    for e, rows in enumerate(masked_m):
+        if not 0 <= rows <= capacity:
+            raise ValueError(f"masked_m[{e}] = {rows}, but a slab holds {capacity} rows")
+        scales = (None, None) if a_scales is None else (a_scales[e, :rows], b_scales[e])
+        d[e, rows : math.ceil(rows / _WAVE) * _WAVE] = np.nan
+        d[e, :rows] = _product(a[e, :rows], scales[0], b[e], scales[1])

@@ -11,6 +11,7 @@
 
 #include <initializer_list>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #ifdef DGMOE_CUDA
@@ -36,7 +37,7 @@ struct Kernel {
 
 // One loaded copy of DeepGEMM. Its compiled kernels belong to the first GPU that runs them.
 struct Library {
-  Kernel fp8, bf16;
+  Kernel fp8, bf16, fp8_masked, bf16_masked;
   Optional<Function> get_alignment, set_alignment;
   int device = -1;
 };
@@ -47,9 +48,16 @@ std::vector<Library>& libraries = *new std::vector<Library>;
 std::mutex mutex;
 
 void Install(Function fp8, Array<Any> fp8_tail, Function bf16, Array<Any> bf16_tail,
-             Optional<Function> get_alignment, Optional<Function> set_alignment) {
+             Function fp8_masked, Array<Any> fp8_masked_tail, Function bf16_masked,
+             Array<Any> bf16_masked_tail, Optional<Function> get_alignment,
+             Optional<Function> set_alignment) {
   std::lock_guard<std::mutex> lock(mutex);
-  libraries.push_back({{fp8, fp8_tail}, {bf16, bf16_tail}, get_alignment, set_alignment});
+  libraries.push_back({{fp8, fp8_tail},
+                       {bf16, bf16_tail},
+                       {fp8_masked, fp8_masked_tail},
+                       {bf16_masked, bf16_masked_tail},
+                       get_alignment,
+                       set_alignment});
 }
 
 Library& LibraryFor(int device) {
@@ -89,7 +97,9 @@ class AlignmentScope {
   int64_t previous_;
 };
 
-void Call(Kernel Library::*kernel, std::initializer_list<TensorView> tensors, int64_t alignment) {
+// `expected_m` follows the tensors of a masked kernel; the contiguous ones are tiled by `alignment`.
+void Call(Kernel Library::*kernel, std::initializer_list<TensorView> tensors,
+          std::optional<int64_t> alignment, std::optional<int64_t> expected_m) {
   const DLDevice device = tensors.begin()->device();
   std::lock_guard<std::mutex> lock(mutex);
   Library& library = LibraryFor(device.device_id);
@@ -97,8 +107,10 @@ void Call(Kernel Library::*kernel, std::initializer_list<TensorView> tensors, in
       static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
   c10::cuda::CUDAStreamGuard stream_guard(
       c10::cuda::getStreamFromExternal(stream, static_cast<c10::DeviceIndex>(device.device_id)));
-  AlignmentScope alignment_scope(library, alignment);
+  std::optional<AlignmentScope> alignment_scope;
+  if (alignment) alignment_scope.emplace(library, *alignment);
   std::vector<AnyView> args(tensors.begin(), tensors.end());
+  if (expected_m) args.emplace_back(*expected_m);
   for (const Any& value : (library.*kernel).tail) args.emplace_back(value);
   Any result;
   (library.*kernel).function.CallPacked(args.data(), static_cast<int32_t>(args.size()), &result);
@@ -107,10 +119,11 @@ void Call(Kernel Library::*kernel, std::initializer_list<TensorView> tensors, in
 #else
 
 // A Python function must not get a non-owning view (that crashes the process): each tensor goes
-// as integers: address, dtype code, bits, ndim, shape..., strides... The alignment comes last.
+// as integers: address, dtype code, bits, ndim, shape..., strides... The number comes last.
 // No lock: the emulator keeps no state, and a lock held while waiting for Python's own could
 // deadlock with it.
-void Call(Kernel Library::*kernel, std::initializer_list<TensorView> tensors, int64_t alignment) {
+void Call(Kernel Library::*kernel, std::initializer_list<TensorView> tensors,
+          std::optional<int64_t> alignment, std::optional<int64_t> expected_m) {
   std::vector<AnyView> args;
   for (const TensorView& tensor : tensors) {
     args.emplace_back(reinterpret_cast<int64_t>(tensor.data_ptr()) +
@@ -121,7 +134,7 @@ void Call(Kernel Library::*kernel, std::initializer_list<TensorView> tensors, in
     for (int64_t size : tensor.shape()) args.emplace_back(size);
     for (int64_t stride : tensor.strides()) args.emplace_back(stride);
   }
-  args.emplace_back(alignment);
+  args.emplace_back(alignment ? *alignment : *expected_m);
   Library& library = LibraryFor(0);
   Any result;
   (library.*kernel).function.CallPacked(args.data(), static_cast<int32_t>(args.size()), &result);
@@ -143,12 +156,27 @@ void Fp8(TensorView a, TensorView a_scales, TensorView b, TensorView b_scales,
   Call(&Library::fp8,
        {a, a_scales.as_strided(ShapeView(shape, 2), ShapeView(strides, 2)), b, b_scales, d,
         FirstRows(m_indices, shape)},
-       alignment);
+       alignment, {});
 }
 
 void Bf16(TensorView a, TensorView b, TensorView m_indices, TensorView d, int64_t alignment) {
   const int64_t rows = a.size(0);
-  Call(&Library::bf16, {a, b, d, FirstRows(m_indices, &rows)}, alignment);
+  Call(&Library::bf16, {a, b, d, FirstRows(m_indices, &rows)}, alignment, {});
+}
+
+void Fp8Masked(TensorView a, TensorView a_scales, TensorView b, TensorView b_scales,
+               TensorView masked_m, TensorView d, int64_t expected_m) {
+  const int64_t shape[] = {a.size(0), a.size(1), a_scales.size(1)};
+  const int64_t strides[] = {a_scales.size(1) * a_scales.size(2), 1, a_scales.size(2)};
+  Call(&Library::fp8_masked,
+       {a, a_scales.as_strided(ShapeView(shape, 3), ShapeView(strides, 3)), b, b_scales, d,
+        masked_m},
+       {}, expected_m);
+}
+
+void Bf16Masked(TensorView a, TensorView b, TensorView masked_m, TensorView d,
+                int64_t expected_m) {
+  Call(&Library::bf16_masked, {a, b, d, masked_m}, {}, expected_m);
 }
 
 }  // namespace
@@ -156,3 +184,5 @@ void Bf16(TensorView a, TensorView b, TensorView m_indices, TensorView d, int64_
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(install, Install);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(m_grouped_fp8_fp4_gemm_nt_contiguous, Fp8);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(m_grouped_bf16_gemm_nt_contiguous, Bf16);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(m_grouped_fp8_fp4_gemm_nt_masked, Fp8Masked);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(m_grouped_bf16_gemm_nt_masked, Bf16Masked);

@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jax import Array
 
 from dgmoe_jax import backends
 from dgmoe_jax.config import Activation
+from dgmoe_jax.plan import Plan
 from dgmoe_jax.recipes import Format
 from dgmoe_jax.types import ExpertWeights, Rows, Scaled
 
 
-def _gemm(rows: Rows, weights: Scaled, alignment: int, backend: str) -> Array:
-    return backends.get("gemm", backend)(
+def _gemm(rows: Rows, weights: Scaled, plan: Plan) -> Array:
+    return backends.get("gemm", plan.backend)(
         rows.values,
         rows.scales,
         weights.values,
         weights.scales,
+        rows.tiles,
         rows.m_indices,
-        alignment=alignment,
+        rows.masked_m,
+        alignment=plan.alignment,
+        tile=plan.tile,
+        slabs=plan.slabs,
+        expected_m=plan.expected_m,
     )
 
 
-def _activate(gateup: Array, m_indices: Array, activation: Activation, fmt: Format, backend: str):
+def _activate(gateup: Array, rows: Rows, activation: Activation, fmt: Format, plan: Plan) -> Rows:
     kind, params = activation.params()
+    where = dict(tile=plan.tile, alignment=plan.alignment)
+    rule = dict(activation=kind, params=params)
     if fmt.group is None:
-        act = backends.get("act", backend)
-        return act(gateup, m_indices, activation=kind, params=params), None
-    return backends.get("act_quant", backend)(
-        gateup, m_indices, activation=kind, params=params, group=fmt.group[1], ue8m0=fmt.ue8m0
-    )
+        values = backends.get("act", plan.backend)(gateup, rows.tiles, **where, **rule)
+        return replace(rows, values=values)
+    rule |= dict(slabs=plan.slabs, group=fmt.group[1], ue8m0=fmt.ue8m0)
+    values, scales = backends.get("act_quant", plan.backend)(gateup, rows.tiles, **where, **rule)
+    return replace(rows, values=values, scales=scales)
 
 
 def experts(
-    rows: Rows,
-    weights: ExpertWeights,
-    activation: Activation,
-    fmt: Format,
-    alignment: int,
-    backend: str,
+    rows: Rows, weights: ExpertWeights, activation: Activation, fmt: Format, plan: Plan
 ) -> Array:
     """Rows of width H -> [M, H] bf16: w2 . activation(w13 . row), the activation kept in `fmt`."""
-    gateup = _gemm(rows, weights.w13, alignment, backend)
-    values, scales = _activate(gateup, rows.m_indices, activation, fmt, backend)
-    return _gemm(Rows(values, scales, rows.m_indices), weights.w2, alignment, backend)
+    gateup = _gemm(rows, weights.w13, plan)
+    return _gemm(_activate(gateup, rows, activation, fmt, plan), weights.w2, plan)

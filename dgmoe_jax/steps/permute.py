@@ -1,20 +1,48 @@
-"""Tokens' rows into the experts' order."""
+"""Tokens' rows into the experts' order and format, and rows that need no moving."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dgmoe_jax import backends
 from dgmoe_jax.plan import Plan
+from dgmoe_jax.recipes import Format
 from dgmoe_jax.types import Rows
 
 
 def permute(
-    values: Array, scales: Array | None, topk_ids: Array, num_experts: int, plan: Plan
+    x: Array, topk_ids: Array, fmt: Format, num_experts: int, plan: Plan
 ) -> tuple[Rows, Array]:
-    """values [T, K], scales [G, T4], topk_ids [T, k] -> Rows and src2dst [T, k] (-1: no row)."""
-    src2dst, dst2src, m_indices = backends.get("permute_index", plan.backend)(
-        topk_ids, num_experts=num_experts, alignment=plan.alignment, rows=plan.rows
+    """x [T, K] bf16, topk_ids [T, k] -> Rows in `fmt`, and src2dst [T, k] (-1: no row)."""
+    contiguous = plan.layout == "contiguous"
+    src2dst, tiles, m_indices, masked_m = backends.get("permute_index", plan.backend)(
+        topk_ids,
+        num_experts=num_experts,
+        rows=plan.rows,
+        alignment=plan.alignment,
+        capacity=None if contiguous else plan.capacity,
+        tile=plan.tile,
+        with_m_indices=contiguous and plan.backend in ("deep_gemm", "emulator"),
     )
-    values, scales = backends.get("permute_rows", plan.backend)(values, scales, src2dst, dst2src)
-    return Rows(values, scales, m_indices), src2dst
+    values, scales = backends.get("permute", plan.backend)(
+        x,
+        src2dst,
+        rows=plan.rows,
+        slabs=plan.slabs,
+        group=fmt.group and fmt.group[1],
+        ue8m0=fmt.ue8m0,
+    )
+    return Rows(values, scales, tiles, m_indices, masked_m), src2dst
+
+
+def in_place(x: Array, fmt: Format, plan: Plan) -> Rows:
+    """x [T, K] bf16 -> all of its rows in `fmt`, for one expert: what shared experts read."""
+    count, scales = x.shape[0], None
+    if fmt.group is not None:
+        quant = backends.get("quant", plan.backend)
+        x, scales = quant(x, group=fmt.group[1], ue8m0=fmt.ue8m0)
+    first = np.arange(0, count, plan.tile, dtype=np.int32)
+    tiles = np.stack([np.zeros_like(first), first, np.minimum(plan.tile, count - first)])
+    return Rows(x, scales, jnp.asarray(tiles), jnp.zeros(count, jnp.int32), None)
