@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, settings
 
 import dgmoe_jax as dg
 from dgmoe_jax import backends, reference
-from dgmoe_jax.plan import alignment_for
+from dgmoe_jax.plan import dense
 from dgmoe_jax.recipes import RECIPES, padded
+from dgmoe_jax.steps import experts, permute
 
 # Reproducible in CI; the first example of each shape compiles, which is slow by design.
 settings.register_profile(
@@ -36,6 +37,7 @@ settings.load_profile("suite")
 ON_GPU = jax.default_backend() == "gpu"
 BACKENDS = ("xla", "deep_gemm", "pallas") if ON_GPU else ("xla", "emulator")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_layout = pytest.mark.parametrize("layout", ["contiguous", "masked"])
 every_recipe = pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
 
 TOP_2 = dg.RouterConfig(top_k=2)
@@ -149,9 +151,10 @@ def shared_by_tests(build):
     once = functools.lru_cache(maxsize=16)(build)
 
     @functools.wraps(build)
-    def on(*, backend: str = "xla", **kw) -> Layer:
+    def on(*, backend: str = "xla", layout: str = "auto", **kw) -> Layer:
         layer = once(**kw)
-        return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, backend=backend))
+        cfg = dataclasses.replace(layer.cfg, backend=backend, layout=layout)
+        return dataclasses.replace(layer, cfg=cfg)
 
     return on
 
@@ -240,8 +243,8 @@ def random_ids(seed: int, count: int, top_k: int, experts: int) -> np.ndarray:
 @functools.partial(
     jax.jit,
     static_argnames=(
-        *("step", "backend", "num_experts", "alignment", "rows", "group", "ue8m0"),
-        *("activation", "params", "scaling_factor"),
+        *("step", "backend", "num_experts", "rows", "capacity", "with_m_indices", "group", "ue8m0"),
+        *("alignment", "tile", "slabs", "expected_m", "activation", "params", "scaling_factor"),
     ),
 )
 def run_step(*args, step: str, backend: str, **kw):
@@ -249,11 +252,31 @@ def run_step(*args, step: str, backend: str, **kw):
     return backends.get(step, backend)(*args, **kw)
 
 
+def live_rows(tiles, rows: int) -> np.ndarray:
+    """[rows] int: the expert of each live row, -1 for every other."""
+    owner = np.full(rows, -1)
+    for expert, first, count in np.asarray(tiles).T:
+        owner[first : first + count] = expert
+    return owner
+
+
+def row_scales(scales, slabs: int, rows: int) -> np.ndarray | None:
+    """[slabs * G, S] -> [rows, G]."""
+    if scales is None:
+        return None
+    scales = np.asarray(scales).reshape(slabs, -1, scales.shape[1])[:, :, : rows // slabs]
+    return scales.transpose(0, 2, 1).reshape(rows, -1)
+
+
 @dataclasses.dataclass
 class Walk:
-    """Everything that the layer's steps hand to each other, in order (numpy)."""
+    """Everything that the layer's steps hand to each other, in order (numpy).
 
-    index: tuple
+    `owner` [rows]: the expert of each live row, -1 elsewhere. The scales of rows are [rows, G].
+    """
+
+    src2dst: np.ndarray
+    owner: np.ndarray
     rows: tuple
     gateup: np.ndarray
     inner: tuple
@@ -265,65 +288,82 @@ class Walk:
 def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = None) -> Walk:
     """The layer without its router, step by step, by the steps' own functions.
 
-    With `poison`, all that no step may read holds it before the next step runs: padding rows and
-    their scales, scales past the last row, and the weights of experts that no token chose.
+    With `poison`, all that no step may read holds it before the next step runs: rows that are not
+    live and their scales, scales past the last row, and the weights of experts that no token chose.
     """
     fmt, cfg = RECIPES[layer.cfg.recipe].activations, layer.cfg
-    decision = dg.plan(cfg, len(x), top_k=np.shape(ids)[1])
-    kind, params = cfg.activation.params()
-    quantise = dict(group=128, ue8m0=False)
+    decision = dg.plan(cfg, len(x), top_k=np.shape(ids)[1], distinct_ids=False)
+    run_gemm = jax.jit(experts.gemm, static_argnames="plan")
+    run_activate = jax.jit(experts.activate, static_argnames=("activation", "fmt", "plan"))
 
-    def call(step, *args, **kw):
-        args = [None if a is None else jnp.asarray(a) for a in args]
-        return jax.tree.map(np.asarray, run_step(*args, step=step, backend=backend, **kw))
-
-    def spoil(array, dead, axis=0):
+    def spoil(array, dead):
         if poison is None or array is None:
             return array
         array = np.array(array)
-        dead = np.pad(dead, (0, array.shape[axis] - len(dead)), constant_values=True)
         # float8_e4m3fn has neither 3e38 nor an infinity: its largest value stands in.
-        array[(slice(None),) * axis + (dead,)] = (
-            min(poison, 448.0) if array.dtype.itemsize == 1 else poison
-        )
+        array[dead] = min(poison, 448.0) if array.dtype.itemsize == 1 else poison
         return array
 
-    def pair(values, scales, dead):
-        return spoil(values, dead), spoil(scales, dead, axis=1)
+    def spoil_scales(scales, slabs, dead):
+        if poison is None or scales is None:
+            return scales
+        capacity = len(dead) // slabs
+        spoilt = np.array(scales).reshape(slabs, -1, scales.shape[1])
+        spoilt[:, :, capacity:] = poison
+        spoilt.transpose(0, 2, 1)[:, :capacity][dead.reshape(slabs, capacity)] = poison
+        return spoilt.reshape(scales.shape)
 
-    def run_experts(rows, experts, m_indices, alignment):
-        dead, unused = m_indices < 0, ~np.isin(np.arange(len(experts.w13.values)), m_indices)
+    def spoil_rows(rows, slabs):
+        dead = live_rows(rows.tiles, len(rows.values)) < 0
+        values, scales = spoil(rows.values, dead), spoil_scales(rows.scales, slabs, dead)
+        return dataclasses.replace(rows, values=values, scales=scales)
 
-        def gemm(operand, w):
-            w = spoil(w.values, unused), spoil(w.scales, unused)
-            return spoil(call("gemm", *operand, *w, m_indices, alignment=alignment), dead)
+    def run_experts(rows, block, plan):
+        owner = live_rows(rows.tiles, len(rows.values))
+        unused = ~np.isin(np.arange(len(block.w13.values)), owner)
 
-        gateup = gemm(rows, experts.w13)
-        act = dict(activation=kind, params=params)
-        if fmt.group is None:
-            inner = call("act", gateup, m_indices, **act), None
-        else:
-            inner = call("act_quant", gateup, m_indices, **act, **quantise)
-        inner = pair(*inner, dead)
-        return gateup, inner, gemm(inner, experts.w2)
+        def gemm(rows, w):
+            values, scales = spoil(w.values, unused), spoil(w.scales, unused)
+            w = dataclasses.replace(w, values=values, scales=scales)
+            return spoil(run_gemm(rows, w, plan=plan), owner < 0)
+
+        gateup = gemm(rows, block.w13)
+        inner = run_activate(gateup, rows, activation=cfg.activation, fmt=fmt, plan=plan)
+        inner = spoil_rows(inner, plan.slabs)
+        return gateup, inner, gemm(inner, block.w2)
 
     x = np.pad(np.asarray(x), ((0, 0), (0, padded(cfg.hidden_size) - cfg.hidden_size)))
-    encoded = (x, None) if fmt.group is None else call("quant", x, **quantise)
-    encoded = pair(*encoded, np.zeros(len(x), bool))
-    src2dst, dst2src, m_indices = index = call(
-        "permute_index",
-        np.asarray(ids, np.int32),
-        num_experts=cfg.num_experts,
-        alignment=decision.alignment,
-        rows=decision.rows,
-    )
-    rows = pair(*call("permute_rows", *encoded, src2dst, dst2src), m_indices < 0)
-    gateup, inner, out = run_experts(rows, layer.params.experts, m_indices, decision.alignment)
+    place = functools.partial(permute.permute, fmt=fmt, num_experts=cfg.num_experts, plan=decision)
+    rows, src2dst = jax.jit(place)(jnp.asarray(x), jnp.asarray(ids, jnp.int32))
+    rows = spoil_rows(rows, decision.slabs)
+    gateup, inner, out = run_experts(rows, layer.params.experts, decision)
     shared = None
     if layer.params.shared is not None:
-        alone, every_row = alignment_for(len(x), backend), np.zeros(len(x), np.int32)
-        shared = run_experts(encoded, layer.params.shared, every_row, alone)[-1]
-    weights = np.asarray(weights, np.float32)
-    factor = cfg.router.scaling_factor
-    y = call("unpermute", out, src2dst, weights, shared, scaling_factor=factor)
-    return Walk(index, rows, gateup, inner, out, shared, y[:, : cfg.hidden_size])
+        alone = dense(decision, len(x), cfg.recipe)
+        in_place = jax.jit(functools.partial(permute.in_place, fmt=fmt, plan=alone))
+        every_row = spoil_rows(in_place(jnp.asarray(x)), 1)
+        shared = run_experts(every_row, layer.params.shared, alone)[-1]
+    y = run_step(
+        jnp.asarray(out),
+        src2dst,
+        jnp.asarray(weights, jnp.float32),
+        None if shared is None else jnp.asarray(shared),
+        step="unpermute",
+        backend=backend,
+        scaling_factor=cfg.router.scaling_factor,
+    )
+
+    def flat(rows):
+        scales = row_scales(rows.scales, decision.slabs, decision.rows)
+        return np.asarray(rows.values), scales
+
+    return Walk(
+        np.asarray(src2dst),
+        live_rows(rows.tiles, decision.rows),
+        flat(rows),
+        np.asarray(gateup),
+        flat(inner),
+        np.asarray(out),
+        None if shared is None else np.asarray(shared),
+        np.asarray(y)[:, : cfg.hidden_size],
+    )

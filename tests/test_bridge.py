@@ -68,10 +68,14 @@ def oracle(a, a_scales, b, b_scales, m_indices):
     return out
 
 
+def gemm(a, a_scales, b, b_scales, m_indices, *, alignment, emulate=False):
+    """The layer's step in the contiguous layout."""
+    where = dict(alignment=alignment, tile=alignment, slabs=1, expected_m=1)
+    return deep_gemm.gemm(a, a_scales, b, b_scales, None, m_indices, None, **where, emulate=emulate)
+
+
 def emulated(case, alignment):
-    return np.asarray(
-        jax.jit(lambda *c: deep_gemm.gemm(*c, alignment=alignment, emulate=True))(*case)
-    )
+    return np.asarray(jax.jit(lambda *c: gemm(*c, alignment=alignment, emulate=True))(*case))
 
 
 def check(out, case, *, exact):
@@ -138,8 +142,8 @@ def test_two_calls_in_one_program():
     @jax.jit
     def both(one, two):
         return (
-            deep_gemm.gemm(*one, alignment=8, emulate=True),
-            deep_gemm.gemm(*two, alignment=64, emulate=True),
+            gemm(*one, alignment=8, emulate=True),
+            gemm(*two, alignment=64, emulate=True),
         )
 
     for out, case in zip(both(one, two), (one, two), strict=True):
@@ -154,7 +158,7 @@ def test_a_chain_of_calls():
     @jax.jit
     def reverse_twice(a):
         for _ in range(2):
-            a = deep_gemm.gemm(a, None, b, None, m_indices, alignment=8, emulate=True)
+            a = gemm(a, None, b, None, m_indices, alignment=8, emulate=True)
         return a
 
     np.testing.assert_array_equal(np.asarray(reverse_twice(a)), a)
@@ -168,7 +172,7 @@ def test_inside_scan(fp8):
     @jax.jit
     def layers(*stacked):
         def body(count, case):
-            return count + 1, deep_gemm.gemm(*case, alignment=8, emulate=True)
+            return count + 1, gemm(*case, alignment=8, emulate=True)
 
         return jax.lax.scan(body, 0, stacked)[1]
 
@@ -189,7 +193,7 @@ def test_inside_shard_map(fp8):
 
     # Rows differ from shard to shard, weights do not: the call must reconcile the two.
     def per_shard(a, a_scales, m_indices):
-        return deep_gemm.gemm(a, a_scales, b, b_scales, m_indices, alignment=8, emulate=True)
+        return gemm(a, a_scales, b, b_scales, m_indices, alignment=8, emulate=True)
 
     rows, columns = PartitionSpec("x"), PartitionSpec(None, "x")
     specs = (rows, columns if fp8 else None, rows)
@@ -271,7 +275,7 @@ def test_an_error_of_the_callee_is_an_exception_of_the_call():
 def test_no_rows(fp8):
     case = make_case(15, [], 16, 128, fp8=fp8, exact=True)
     for emulate in (False, True):
-        out = deep_gemm.gemm(*case, alignment=128, emulate=emulate)
+        out = gemm(*case, alignment=128, emulate=emulate)
         assert out.shape == (0, 16) and out.dtype == jnp.bfloat16
 
 
@@ -321,7 +325,7 @@ def wrong(fp8, **changes):
 def test_bad_operands_are_named(case, error, text):
     options = {"alignment": 8, "emulate": True} | case
     with pytest.raises(error, match=text):
-        deep_gemm.gemm(**options)
+        gemm(**options)
 
 
 def shapes(fp8):
@@ -330,7 +334,7 @@ def shapes(fp8):
 
 
 def real(*case):
-    return deep_gemm.gemm(*case, alignment=64)
+    return gemm(*case, alignment=64)
 
 
 def scanned(*case):
@@ -364,7 +368,7 @@ def test_the_real_call_is_refused_on_a_cpu(program, fp8):
 
 
 def test_the_emulator_is_refused_on_a_gpu():
-    traced = jax.jit(lambda *c: deep_gemm.gemm(*c, alignment=8, emulate=True)).trace(*shapes(True))
+    traced = jax.jit(lambda *c: gemm(*c, alignment=8, emulate=True)).trace(*shapes(True))
     with pytest.raises(NotImplementedError, match="reads host memory"):
         traced.lower(lowering_platforms=("cuda",))
 
@@ -422,7 +426,9 @@ def test_two_processes_build_at_once(tmp_path):
 import numpy as np, ml_dtypes
 from dgmoe_jax.interop import deep_gemm
 a = np.ones((8, 64), ml_dtypes.bfloat16)
-d = deep_gemm.gemm(a, None, a[None], None, np.zeros(8, np.int32), alignment=8, emulate=True)
+d = deep_gemm.m_grouped_bf16_gemm_nt_contiguous(
+    a, a[None], np.zeros(8, np.int32), alignment=8, emulate=True
+)
 assert (np.asarray(d) == 64).all()
 print("ran")
 """
@@ -439,6 +445,8 @@ def wheel(fp8, bf16):
     core = types.SimpleNamespace(
         m_grouped_fp8_fp4_gemm_nt_contiguous="fp8",
         m_grouped_bf16_gemm_nt_contiguous="bf16",
+        m_grouped_fp8_fp4_gemm_nt_masked="fp8 masked",
+        m_grouped_bf16_gemm_nt_masked="bf16 masked",
         get_mk_alignment_for_contiguous_layout="get",
         set_mk_alignment_for_contiguous_layout="set",
     )
@@ -450,6 +458,11 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, d, grouped_layout, {fp8[0]}):
     _C.m_grouped_fp8_fp4_gemm_nt_contiguous({fp8[1]})
 def m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout, {bf16[0]}):
     _C.m_grouped_bf16_gemm_nt_contiguous({bf16[1]})
+def m_grouped_fp8_fp4_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe=None):
+    (a, sa), (b, sb) = a, b
+    return _C.m_grouped_fp8_fp4_gemm_nt_masked(a, sa, b, sb, d, masked_m, expected_m, recipe)
+def m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims='nk'):
+    _C.m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims)
 """,
         scope,
     )
@@ -467,14 +480,111 @@ def test_arguments_after_the_tensors_come_from_the_installed_wheel():
             "a, b, d, grouped_layout, compiled_dims, psum, padding",
         ),
     )
-    assert deep_gemm._deep_gemm_functions(deep) == (
-        "fp8",
-        [None, "nk", False],
-        "bf16",
-        ["nk", False, True],
-        "get",
-        "set",
-    )
+    kernels, get, set_ = deep_gemm._deep_gemm_functions(deep)
+    assert (get, set_) == ("get", "set")
+    assert kernels == {
+        "m_grouped_fp8_fp4_gemm_nt_contiguous": ("fp8", [None, "nk", False]),
+        "m_grouped_bf16_gemm_nt_contiguous": ("bf16", ["nk", False, True]),
+        "m_grouped_fp8_fp4_gemm_nt_masked": ("fp8 masked", [None]),
+        "m_grouped_bf16_gemm_nt_masked": ("bf16 masked", ["nk"]),
+    }
     other = wheel(("x=0", "a, sa, b, sb, grouped_layout, d"), ("x=0", "a, b, d, grouped_layout"))
     with pytest.raises(NotImplementedError, match="does not call _C the way"):
         deep_gemm._deep_gemm_functions(other)
+
+
+# --- masked
+
+
+def masked_case(seed, masked_m, capacity, columns, depth, *, fp8, exact, poison=np.nan):
+    """a, a_scales, b, b_scales and masked_m, in DeepGEMM's shapes; dead rows hold `poison`."""
+    experts = len(masked_m)
+    owner = np.where(
+        np.arange(capacity) < np.array(masked_m)[:, None], np.arange(experts)[:, None], -1
+    )
+    a, a_scales, b, b_scales, _ = make_case(
+        seed, owner.ravel(), columns, depth, fp8=fp8, exact=exact, poison=poison, experts=experts
+    )
+    if fp8:
+        a_scales = a_scales.reshape(-1, experts, capacity).transpose(1, 0, 2)
+    a = a.reshape(experts, capacity, depth)
+    return np.ascontiguousarray(a), a_scales, b, b_scales, np.array(masked_m, np.int32)
+
+
+def masked_gemm(a, a_scales, b, b_scales, masked_m, *, expected_m=4, emulate=True):
+    if a_scales is None:
+        f = deep_gemm.m_grouped_bf16_gemm_nt_masked
+        return f(a, b, masked_m, expected_m, emulate=emulate)
+    f = deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked
+    return f((a, a_scales), (b, b_scales), masked_m, expected_m, emulate=emulate)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "random"])
+@pytest.mark.parametrize("poison", [np.nan, 3e38])
+@pytest.mark.parametrize("capacity", [8, 16, 32, 136])
+@pytest.mark.parametrize("full", [False, True])
+def test_masked_matches_the_oracle(fp8, exact, poison, capacity, full):
+    masked_m = [capacity] * 4 if full else [3, 0, 5, 0]
+    case = masked_case(30, masked_m, capacity, 136, 256, fp8=fp8, exact=exact, poison=poison)
+    a, a_scales, b, b_scales, _ = case
+    out = np.asarray(jax.jit(masked_gemm)(*case)).astype(np.float64)
+    for e, rows in enumerate(masked_m):
+        scales = (a_scales[e, :, :rows], b_scales[e : e + 1]) if fp8 else (None, None)
+        want = oracle(a[e, :rows], scales[0], b[e : e + 1], scales[1], np.zeros(rows, int))
+        if exact:
+            want = want.astype(np.float32).astype(BF16).astype(np.float64)
+            np.testing.assert_array_equal(out[e, :rows], want)
+        else:
+            atol = 2**-8 * np.abs(want).mean() if rows else 0
+            np.testing.assert_allclose(out[e, :rows], want, rtol=2**-8, atol=atol)
+
+
+def test_the_masked_emulator_stores_whole_waves_and_nothing_beyond():
+    a, _, b, _, masked_m = masked_case(31, [3, 0, 70], 128, 8, 64, fp8=False, exact=True)
+    d = np.full((3, 128, 8), 7.0, BF16)
+    emulator.m_grouped_gemm_nt_masked(*integers(a, b, d, masked_m, alignment=1))
+    assert np.isnan(d[0, 3:64].astype(float)).all() and (d[0, 64:] == 7).all()
+    assert (d[1] == 7).all() and np.isnan(d[2, 70:].astype(float)).all()
+
+
+def test_a_count_beyond_the_slab_is_an_exception_of_the_call():
+    *case, masked_m = masked_case(32, [8, 8], 8, 8, 128, fp8=True, exact=True)
+    with pytest.raises(Exception, match=r"masked_m\[1\] = 9, but a slab holds 8 rows"):
+        np.asarray(masked_gemm(*case, masked_m + np.array([0, 1], np.int32)))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (dict(masked_m=np.zeros(3, np.int32)), ValueError, r"masked_m has shape \(3,\).*\(2,\)"),
+        (dict(masked_m=np.zeros(2, np.int64)), TypeError, "masked_m has dtype int64"),
+        (dict(expected_m=2.5), TypeError, "expected_m is 2.5"),
+        (dict(expected_m=-1), ValueError, "expected_m is -1"),
+        (
+            dict(a=np.zeros((2, 12, 128), E4M3)),
+            ValueError,
+            "M = 12 rows; M must be a multiple of 8",
+        ),
+        (dict(a=np.zeros((3, 8, 128), E4M3)), ValueError, r"a has shape \(3, 8, 128\)"),
+        (dict(a_scales=np.zeros((2, 8, 1), np.float32)), ValueError, r"it must be \(2, 1, 8\)"),
+        (dict(emulate=False), ValueError, "M = 8 rows; M must be a multiple of 128"),
+    ],
+)
+def test_bad_masked_operands_are_named(change, error, text):
+    names = ("a", "a_scales", "b", "b_scales", "masked_m")
+    case = masked_case(33, [8, 0], 8, 8, 128, fp8=True, exact=True)
+    with pytest.raises(error, match=text):
+        masked_gemm(**{**dict(zip(names, case, strict=True)), **change})
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_masked_lowers_for_cuda_without_a_gpu(fp8):
+    case = masked_case(34, [3, 0], 128, 136, 256, fp8=fp8, exact=True)
+    shapes = [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case]
+    traced = jax.jit(lambda *c: masked_gemm(*c, expected_m=0, emulate=False)).trace(*shapes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    target = (FP8_TARGET if fp8 else BF16_TARGET).replace("contiguous", "masked")
+    calls = [line for line in text.splitlines() if "custom_call" in line]
+    assert len(calls) == 1 and f"@{target}(" in calls[0], text
+    assert "expected_m = 1 : i64" in calls[0]

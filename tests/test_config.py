@@ -12,7 +12,7 @@ from conftest import TOP_2, every_recipe, f64, gaussian, random_layer, same_bits
 
 import dgmoe_jax as dg
 from dgmoe_jax import checks
-from dgmoe_jax.layouts import Contiguous
+from dgmoe_jax.layouts import contiguous_rows
 
 SMALL = dict(num_experts=8, hidden_size=128, intermediate_size=64, router=TOP_2)
 
@@ -129,21 +129,49 @@ def test_plan_is_a_pure_function_of_its_arguments():
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 17, 4001])
-@pytest.mark.parametrize("arch", ["cpu", "sm90"])
-def test_plan_has_room_for_the_worst_routing(arch, count):
-    got = dg.plan(config(), count, arch=arch, top_k=5)
-    assert got.layout == "contiguous" and got.capacity == got.rows
-    assert got.rows == Contiguous(got.alignment).rows(5 * count, 8)
-    assert got.rows % got.alignment == 0
-    assert dg.plan(config(), count, arch=arch).rows <= got.rows
-    assert got.why
+@pytest.mark.parametrize("backend", ["xla", "pallas", "deep_gemm"])
+def test_plan_has_room_for_the_worst_routing(backend, count):
+    contiguous, masked = (
+        dg.plan(config(layout=layout, backend=backend), count, arch="sm90", top_k=5)
+        for layout in ("contiguous", "masked")
+    )
+    assert contiguous.layout == "contiguous" and contiguous.capacity == contiguous.rows
+    assert contiguous.rows == contiguous_rows(5 * count, 8, contiguous.alignment)
+    assert masked.layout == "masked" and masked.rows == 8 * masked.capacity
+    assert count <= masked.capacity <= count + 255
+    for got in (contiguous, masked):
+        assert got.rows % got.alignment == 0 and got.tile % got.alignment == 0
+        assert got.why and got.expected_m == -(-5 * count // 8)
+
+
+def test_slabs_hold_every_row_where_ids_may_repeat():
+    masked = config(layout="masked", backend="deep_gemm")
+    distinct, repeated = (
+        dg.plan(masked, 1000, arch="sm90", top_k=5, distinct_ids=d) for d in (True, False)
+    )
+    assert distinct.capacity == 1024 and repeated.capacity == 5120
+
+
+def test_plan_gives_slabs_a_share_of_the_memory_that_is_free():
+    cfg = dg.MoEConfig(256, 7168, 2048, dg.RouterConfig(8), recipe="fp8_block", backend="deep_gemm")
+    masked = dg.plan(cfg, 4096, arch="sm90")
+    assert masked.layout == "masked"
+    free = 4 * masked.workspace_bytes
+    assert dg.plan(cfg, 4096, arch="sm90", free_bytes=free) == masked
+    tight = dg.plan(cfg, 4096, arch="sm90", free_bytes=free - 4)
+    assert tight.layout == "contiguous"
+    assert str(masked.workspace_bytes) in tight.why and "0.25" in tight.why
+    more = dg.plan(cfg, 4096, arch="sm90", free_bytes=free - 4, masked_fraction=0.5)
+    assert more.layout == "masked"
+    # No buffer of the contiguous layout grows with E * T.
+    assert tight.rows <= 4096 * 8 + 256 * tight.alignment
+    refuses(ValueError, ["masked_fraction=0"], dg.plan, cfg, 1, arch="sm90", masked_fraction=0)
 
 
 @every_recipe
 def test_plan_picks_the_kernels_measured_fastest_on_sm90_and_xla_elsewhere(recipe):
     few, many = (dg.plan(config(recipe=recipe), t, arch="sm90") for t in (17, 65536))
     assert (few.backend, many.backend) == ("pallas", "deep_gemm")
-    assert few.alignment == 32 and many.alignment == 128
     for arch in ("cpu", "sm100", "gpu"):
         assert dg.plan(config(recipe=recipe), 17, arch=arch).backend == "xla"
     for backend in ("xla", "pallas", "deep_gemm"):
@@ -176,7 +204,6 @@ def test_plan_respects_the_memory_that_is_free():
         (ValueError, ["num_tokens=-1", "at least 0"], {}, -1, {}),
         (ValueError, ["num_tokens=1073741824", "int32"], {}, 2**30, {}),
         (NotImplementedError, ["ep_size=2", "ep_size=1"], {}, 8, {"ep_size": 2}),
-        (NotImplementedError, ["layout='masked'", "'contiguous'"], {"layout": "masked"}, 8, {}),
         (NotImplementedError, ["recipe='mxfp8'", "cpu", "'bf16'"], {"recipe": "mxfp8"}, 8, {}),
         (NotImplementedError, ["recipe='mxfp4'", "cpu", "'bf16'"], {"recipe": "mxfp4"}, 8, {}),
         (
@@ -203,7 +230,8 @@ def test_a_plan_that_the_caller_brings_is_followed_and_changes_no_bit():
     layer = random_layer(backend="xla")
     x = gaussian(np.random.default_rng(0), 17, 128)
     own = dg.plan(layer.cfg, 17)
-    roomy = dataclasses.replace(own, rows=own.rows + 4 * own.alignment)
+    rows = own.rows + 4 * own.alignment
+    roomy = dataclasses.replace(own, rows=rows, capacity=rows)
     same_bits(layer(x, plan=roomy), layer(x))
     text = jax.jit(dg.moe_layer, static_argnames=("cfg", "plan")).lower(
         jnp.asarray(x), layer.params, cfg=layer.cfg, plan=roomy

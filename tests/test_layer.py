@@ -11,6 +11,7 @@ from conftest import (
     bits,
     error,
     every_backend,
+    every_layout,
     every_recipe,
     exact_layer,
     exact_tokens,
@@ -102,22 +103,23 @@ def test_fp8_is_4_2_to_4_8_percent_from_unquantised_activations(name):
 def test_fp8_is_within_0_3_percent_on_its_own_bytes(backend, name):
     layer, x, ids, weights, y, from_unquantised = fp8_case(backend, name)
     steps = walk(layer, x, ids, weights, backend)
-    src2dst, _, m_indices = steps.index
-    live = m_indices >= 0
+    live = steps.owner >= 0
     w13, w2, *_ = layer.decoded
 
     def product(operand, w):
         values, scales = operand
-        rows = reference.decode_fp8(values, scales[:, : len(values)].T)
+        rows = reference.decode_fp8(values, scales)
         out = np.zeros((len(rows), w.shape[1]))
-        for e in np.unique(m_indices[live]):
-            out[m_indices == e] = rows[m_indices == e] @ w[e].T
+        for e in np.unique(steps.owner[live]):
+            out[steps.owner == e] = rows[steps.owner == e] @ w[e].T
         return out
 
     gateup, out = product(steps.rows, w13), product(steps.inner, w2)
     assert error(steps.gateup[live], gateup[live]) < 0.003
     assert error(steps.out[live], out[live]) < 0.003
-    want = np.einsum("tk,tkh->th", f64(weights), out[src2dst]) * layer.cfg.router.scaling_factor
+    want = (
+        np.einsum("tk,tkh->th", f64(weights), out[steps.src2dst]) * layer.cfg.router.scaling_factor
+    )
     if steps.shared is not None:
         want += f64(steps.shared)
     assert error(steps.y, want[:, : layer.cfg.hidden_size]) < 0.003
@@ -148,6 +150,37 @@ def test_every_activation_serves_routed_and_shared_experts(activation, recipe):
     x, ids = tokens(17, 128), random_ids(0, 17, 2, 4)
     weights = np.random.default_rng(0).random((17, 2))
     assert error(layer(x, ids, weights), rounded_oracle(layer, x, ids, weights)) < ROUNDED[recipe]
+
+
+@every_backend
+@every_recipe
+def test_the_layouts_agree_to_the_last_bit(backend, recipe):
+    """Also where ids repeat within a token, for which slabs have room unless a plan has not."""
+    contiguous, masked = (
+        random_layer(recipe=recipe, backend=backend, layout=layout, shared=1)
+        for layout in ("contiguous", "masked")
+    )
+    x, ids = tokens(17, 128), random_ids(3, 17, 2, 4)
+    ids[4], ids[9] = 2, (-1, 3)
+    same_bits(masked(x, ids), contiguous(x, ids))
+    if backend != "emulator":
+        same_bits(masked(x), contiguous(x))
+
+
+def test_a_token_that_breaks_the_promise_of_distinct_ids_is_nan_and_alone():
+    """40 rows of one expert in a slab of 32; without the promise, they all fit."""
+    layer = random_layer(backend="xla", layout="masked")
+    x, ids = tokens(30, 128), random_ids(3, 30, 2, 4)
+    ids[:20] = 1
+    ids[20:] = (2, -1)
+    want = layer(x, ids)
+    assert not np.isnan(f64(want)).any()
+    promised = dg.plan(layer.cfg, 30)
+    assert promised.capacity == 32 < dg.plan(layer.cfg, 30, distinct_ids=False).capacity
+    got = layer(x, ids, plan=promised)
+    assert np.isnan(f64(got[16:20])).all()
+    kept = np.r_[:16, 20:30]
+    same_bits(got[kept], want[kept])
 
 
 # --- who may touch whom
@@ -244,9 +277,10 @@ def test_ids_out_of_range_contribute_nothing(backend):
 
 
 @every_backend
+@every_layout
 @every_recipe
-def test_all_tokens_on_one_expert_and_an_expert_with_none(backend, recipe):
-    layer = random_layer(recipe=recipe, backend=backend)
+def test_all_tokens_on_one_expert_and_an_expert_with_none(backend, layout, recipe):
+    layer = random_layer(recipe=recipe, backend=backend, layout=layout)
     x, ones = tokens(17, 128), np.ones((17, 2))
     crowded = np.full((17, 2), (2, -1))
     without_3 = np.where((ids := random_ids(0, 17, 2, 4)) == 3, 1, ids)
@@ -311,8 +345,17 @@ def test_params_of_another_config_are_refused(words, other):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_plan_for_fewer_tokens_is_refused():
-    layer = random_layer(backend="xla")
+@every_layout
+def test_a_plan_for_fewer_tokens_is_refused(layout):
+    layer = random_layer(backend="xla", layout=layout)
     small = dg.plan(layer.cfg, 3)
-    with pytest.raises(ValueError, match=rf"plan.rows={small.rows}: must be at least \d+"):
+    what = "rows" if layout == "contiguous" else "capacity"
+    least = getattr(small, what)
+    with pytest.raises(ValueError, match=rf"plan.{what}={least}: must be at least \d+"):
         layer(tokens(129, 128), plan=small)
+
+
+def test_a_plan_for_fewer_experts_is_refused():
+    plan = dg.plan(dataclasses.replace(random_layer(layout="masked").cfg, num_experts=2), 3)
+    with pytest.raises(ValueError, match=r"plan.rows=16: .*capacity=8 for each of 4"):
+        random_layer(layout="masked")(tokens(3, 128), plan=plan)

@@ -1,24 +1,31 @@
 """What the layer is lowered to for an NVIDIA GPU, seen from any machine, and what is refused."""
 
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import ON_GPU, every_recipe, random_layer
+from conftest import ON_GPU, every_layout, every_recipe, random_layer
 
 import dgmoe_jax as dg
 
 GROUPED = dg.RouterConfig(top_k=4, scoring="sigmoid", num_groups=4, top_groups=2)
 GEMM = {
-    "fp8_block": "dgmoe_m_grouped_fp8_fp4_gemm_nt_contiguous",
-    "bf16": "dgmoe_m_grouped_bf16_gemm_nt_contiguous",
+    "fp8_block": "dgmoe_m_grouped_fp8_fp4_gemm_nt_",
+    "bf16": "dgmoe_m_grouped_bf16_gemm_nt_",
 }
 
 
-def layer_of(backend, recipe, shared=0):
+def layer_of(backend, recipe, shared=0, layout="auto"):
     return random_layer(
-        experts=8, shared=shared, bias=True, recipe=recipe, backend=backend, router=GROUPED
+        experts=8,
+        shared=shared,
+        bias=True,
+        recipe=recipe,
+        backend=backend,
+        router=GROUPED,
+        layout=layout,
     )
 
 
@@ -42,22 +49,39 @@ def is_one_program_without_the_host(text):
 
 
 @every_recipe
+@every_layout
 @pytest.mark.parametrize("shared", [0, 1])
-def test_deep_gemm_is_one_program_of_mosaic_kernels_and_gemms(recipe, shared):
-    text = lowered(layer_of("deep_gemm", recipe, shared), "cuda")
-    gemm, kernel = GEMM[recipe], "mosaic_gpu"
-    # route, quant (fp8), permute_index, permute_rows; w13, act, w2; shared experts'; unpermute
-    before = 4 if recipe == "fp8_block" else 3
-    experts = [gemm, kernel, gemm]
-    assert custom_calls(text) == [kernel] * before + experts * (1 + shared) + [kernel]
+def test_deep_gemm_is_one_program_of_mosaic_kernels_and_gemms(recipe, layout, shared):
+    text = lowered(layer_of("deep_gemm", recipe, shared, layout), "cuda", count=16)
+    kernel, gemm = "mosaic_gpu", GEMM[recipe]
+    # route, permute_index, permute and quantise; w13, act, w2; unpermute
+    want = [kernel] * 3 + [gemm + layout, kernel, gemm + layout] + [kernel]
+    if shared:  # quantise, and the dense block
+        want[-1:-1] = [kernel] * (recipe == "fp8_block")
+        want[-1:-1] = [gemm + "contiguous", kernel, gemm + "contiguous"]
+    assert custom_calls(text) == want
     assert is_one_program_without_the_host(text)
 
 
 @every_recipe
-def test_pallas_is_one_program_of_mosaic_kernels_alone(recipe):
-    text = lowered(layer_of("pallas", recipe), "cuda")
-    assert custom_calls(text) == ["mosaic_gpu"] * (8 if recipe == "fp8_block" else 7)
+@every_layout
+def test_pallas_is_one_program_of_mosaic_kernels_alone(recipe, layout):
+    text = lowered(layer_of("pallas", recipe, layout=layout), "cuda", count=16)
+    calls = custom_calls(text)
+    assert set(calls) == {"mosaic_gpu"} and 6 <= len(calls) <= 7
     assert is_one_program_without_the_host(text)
+
+
+@every_recipe
+def test_no_buffer_of_the_contiguous_layout_grows_with_experts_times_tokens(recipe):
+    layer = layer_of("deep_gemm", recipe, layout="contiguous")
+    text = lowered(layer, "cuda", count=4096)
+    largest = max(
+        math.prod(map(int, shape.split("x")))
+        for shape in re.findall(r"tensor<((?:\d+x)*\d+)x\w+>", text)
+    )
+    rows = dg.plan(layer.cfg, 4096, arch="sm90").rows
+    assert largest == rows * 256 and rows < 4096 * 4 + 8 * 128
 
 
 @every_recipe

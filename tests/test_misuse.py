@@ -67,6 +67,16 @@ MISTAKES = {
         ValueError,
         "alignment=0",
     ),
+    "tile is no multiple": (
+        lambda: dataclasses.replace(dg.plan(CFG, 5), alignment=16, tile=24),
+        ValueError,
+        "tile=24.*alignment=16",
+    ),
+    "layout is unknown": (
+        lambda: dataclasses.replace(dg.plan(CFG, 5), layout="compact"),
+        ValueError,
+        "layout='compact'",
+    ),
     "beta is no f32": (lambda: dg.SiTU(1e-50, 1.0), ValueError, "SiTU.beta=1e-50"),
     "factor is no f32": (
         lambda: dg.RouterConfig(2, scaling_factor=10**400),

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 from conftest import (
     bf16,
+    error,
     every_backend,
+    every_layout,
     every_recipe,
     f64,
     gaussian,
+    live_rows,
     random_layer,
+    row_scales,
     run_step,
     same_bits,
     tokens,
@@ -19,69 +23,82 @@ from conftest import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dgmoe_jax as dg
 from dgmoe_jax import backends, reference
-from dgmoe_jax.layouts import Contiguous
+from dgmoe_jax.layouts import contiguous_rows, num_tiles
 
 # --- permute_index
 
 
-def obvious_index(ids, experts, alignment, rows):
-    src2dst = np.full(ids.shape, -1)
-    dst2src, m_indices = np.full(rows, -1), np.full(rows, -1)
-    row = 0
+def obvious_index(ids, experts, rows, alignment, capacity, tile):
+    src2dst, m_indices = np.full(ids.shape, -1), np.full(rows, -1)
+    masked_m, tiles, row = np.zeros(experts, int), [], 0
     for e in range(experts):
+        first = row = row if capacity is None else e * capacity
         for t in range(ids.shape[0]):
             for j in range(ids.shape[1]):
-                if ids[t, j] == e:
-                    src2dst[t, j], dst2src[row], m_indices[row] = row, t, e
+                if ids[t, j] == e and (capacity is None or row < first + capacity):
+                    src2dst[t, j], m_indices[row] = row, e
                     row += 1
+        masked_m[e] = row - first
+        tiles += [[e, r, min(tile, row - r)] for r in range(first, row, tile)]
         row = -(-row // alignment) * alignment
     assert row <= rows
-    return src2dst, dst2src, m_indices
+    bound = num_tiles(ids.size, experts, tile)
+    assert len(tiles) <= bound
+    tiles += [[-1, 0, 0]] * (bound - len(tiles))
+    return src2dst, np.array(tiles).reshape(bound, 3).T, m_indices, masked_m
 
 
-def check_index(ids, experts, alignment, backend):
+def check_index(ids, experts, alignment, tile, capacity, backend):
     ids = np.asarray(ids, np.int32)
-    rows = Contiguous(alignment).rows(ids.size, experts)
+    contiguous = capacity is None
+    rows = contiguous_rows(ids.size, experts, alignment) if contiguous else experts * capacity
+    where = dict(rows=rows, alignment=alignment, capacity=capacity, tile=tile)
     got = run_step(
         jnp.asarray(ids),
         step="permute_index",
         backend=backend,
         num_experts=experts,
-        alignment=alignment,
-        rows=rows,
+        with_m_indices=contiguous,
+        **where,
     )
-    for array, want in zip(got, obvious_index(ids, experts, alignment, rows), strict=True):
+    for array, want in zip(got, obvious_index(ids, experts, **where), strict=True):
+        if array is None:
+            assert not contiguous
+            continue
         assert array.dtype == np.int32
         np.testing.assert_array_equal(array, want)
 
 
-# tokens, k, experts, alignment
-INDEX_SHAPES = [(1, 1, 4, 8), (3, 2, 4, 32), (17, 4, 60, 8), (40, 1, 3, 64)]
+# tokens, k, experts, alignment, tile
+INDEX_SHAPES = [(1, 1, 4, 8, 8), (3, 2, 4, 32, 32), (17, 4, 60, 8, 24), (40, 1, 3, 64, 64)]
 
 
 @given(st.data())
 def test_permute_index_is_the_obvious_loop(data):
-    count, top_k, experts, alignment = data.draw(st.sampled_from(INDEX_SHAPES))
+    count, top_k, experts, alignment, tile = data.draw(st.sampled_from(INDEX_SHAPES))
     # Few distinct ids leave experts empty and others crowded; -1 and 99 are no expert's.
     pool = data.draw(st.lists(st.sampled_from([-1, 99, *range(experts)]), min_size=1, max_size=5))
     size = count * top_k
     ids = data.draw(st.lists(st.sampled_from(pool), min_size=size, max_size=size))
-    check_index(np.reshape(ids, (count, top_k)), experts, alignment, "xla")
+    capacity = data.draw(st.sampled_from([None, tile, -(-size // tile) * tile]))
+    check_index(np.reshape(ids, (count, top_k)), experts, alignment, tile, capacity, "xla")
 
 
 @every_backend
-def test_permute_index_of_crowded_empty_and_absent_experts(backend):
+@pytest.mark.parametrize("capacity", [None, 64, 32])  # all rows; all; not those of the crowd
+def test_permute_index_of_crowded_empty_and_absent_experts(backend, capacity):
     ids = np.random.default_rng(0).integers(-1, 8, (19, 3))
     ids[ids == 5] = 2
     for crowd in (ids, np.full((19, 3), 7)):
-        check_index(crowd, 8, 64, backend)
+        check_index(crowd, 8, 16, 32, capacity, backend)
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=80), st.sampled_from([8, 32, 128]))
 def test_the_bound_on_rows_is_never_exceeded_and_is_reached(counts, alignment):
     assignments, experts = sum(counts), len(counts)
-    bound = Contiguous(alignment).rows(assignments, experts)
+    bound = contiguous_rows(assignments, experts, alignment)
 
     def rows(counts):
         return sum(-(-c // alignment) * alignment for c in counts)
@@ -93,38 +110,45 @@ def test_the_bound_on_rows_is_never_exceeded_and_is_reached(counts, alignment):
     assert rows(worst) == bound
 
 
-# --- permute_rows
+# --- permute
 
 
 @every_backend
+@every_layout
 @pytest.mark.parametrize("fp8", [False, True])
-def test_permute_rows_moves_values_and_scales_of_live_rows_bit_for_bit(backend, fp8):
-    """NaN and all other bit patterns included; scales have columns that no token owns."""
+def test_permute_quantises_and_moves_live_rows_bit_for_bit(backend, layout, fp8):
+    """NaN and all other bit patterns included."""
     rng = np.random.default_rng(0)
     ids = rng.integers(-1, 4, (5, 2)).astype(np.int32)
-    src2dst, dst2src, _ = obvious_index(ids, 4, 32, 160)
-    if fp8:
-        values = rng.integers(0, 256, (5, 256), np.uint8).view(ml_dtypes.float8_e4m3fn)
-        scales = rng.integers(0, 2**32, (2, 8), np.uint32).view(np.float32)
-    else:
-        values = rng.integers(0, 2**16, (5, 256), np.uint16).view(ml_dtypes.bfloat16)
-        scales = None
-    index = [jnp.asarray(a, jnp.int32) for a in (src2dst, dst2src)]
-    moved, moved_scales = run_step(
-        jnp.asarray(values),
-        None if scales is None else jnp.asarray(scales),
-        *index,
-        step="permute_rows",
+    capacity = 32 if layout == "masked" else None
+    slabs, rows = (1, 160) if capacity is None else (4, 128)
+    src2dst, *_ = obvious_index(ids, 4, rows, 32, capacity, 32)
+    x = rng.integers(0, 2**16, (5, 256), np.uint16).view(ml_dtypes.bfloat16)
+    x[1:] = gaussian(rng, 4, 256)
+    x[2, 7], x[3, 200] = np.nan, np.inf
+    values, scales = run_step(
+        jnp.asarray(x),
+        jnp.asarray(src2dst, jnp.int32),
+        step="permute",
         backend=backend,
+        rows=rows,
+        slabs=slabs,
+        group=128 if fp8 else None,
+        ue8m0=False,
     )
-    live = dst2src >= 0
-    assert moved.shape == (160, 256) and moved.dtype == values.dtype
-    same_bits(np.asarray(moved)[live], values[dst2src[live]])
+    want, want_scales = jnp.asarray(x), None
     if fp8:
-        assert moved_scales.shape == (2, 160)
-        same_bits(np.asarray(moved_scales)[:, live], scales[:, dst2src[live]])
+        want, want_scales = run_step(want, step="quant", backend=backend, group=128, ue8m0=False)
+    assert values.shape == (rows, 256) and values.dtype == want.dtype
+    if fp8:
+        assert scales.shape == (2 * slabs, rows // slabs)
     else:
-        assert moved_scales is None
+        assert scales is None
+    scales, want_scales = row_scales(scales, slabs, rows), row_scales(want_scales, 1, 5)
+    for t, j in np.argwhere(src2dst >= 0):
+        same_bits(values[src2dst[t, j]], want[t])
+        if fp8:
+            same_bits(scales[src2dst[t, j]], want_scales[t])
 
 
 # --- activations
@@ -139,22 +163,25 @@ every_activation = pytest.mark.parametrize("kind, params", ACTIVATIONS)
 
 
 def gate_and_up():
-    """32 rows of 2 x 128; every third row is padding and NaN; row 0 has what saturates."""
-    gateup = np.array(gaussian(np.random.default_rng(1), 32, 256, scale=2.0))
+    """64 rows of 2 x 128 in slabs of 32: 5 and 17 live ones; row 0 has what saturates."""
+    gateup = np.array(gaussian(np.random.default_rng(1), 64, 256, scale=2.0))
     gateup[0, :8], gateup[0, 128:136] = [3e4, -3e4, 90, -90, 0, -0.0, 1e-30, 3], 2
-    m_indices = np.where(np.arange(32) % 3 == 2, -1, np.arange(32) // 8).astype(np.int32)
-    gateup[m_indices < 0] = np.nan
-    return gateup, m_indices
+    tiles = np.array([[0, 0, 5], [1, 32, 16], [1, 48, 1], [-1, 0, 0]], np.int32).T
+    live = live_rows(tiles, 64) >= 0
+    gateup[~live] = np.nan
+    return jnp.asarray(gateup), jnp.asarray(tiles), live
 
 
 @every_backend
 @every_activation
 def test_act_is_the_reference_rounded_to_bf16(backend, kind, params):
-    gateup, m_indices = gate_and_up()
-    live = m_indices >= 0
-    got = run_step(gateup, m_indices, step="act", backend=backend, activation=kind, params=params)
-    want = reference.activate(f64(gateup[:, :128]), f64(gateup[:, 128:]), kind, params)[live]
-    assert got.shape == (32, 128) and got.dtype == gateup.dtype
+    gateup, tiles, live = gate_and_up()
+    where = dict(tile=16, alignment=8)
+    rule = dict(activation=kind, params=params)
+    got = run_step(gateup, tiles, step="act", backend=backend, **where, **rule)
+    gate, up = np.split(f64(gateup), 2, axis=1)
+    want = reference.activate(gate, up, kind, params)[live]
+    assert got.shape == (64, 128) and got.dtype == gateup.dtype
     # Half a unit in bf16's last place, and a little for f32 on the way. A sigmoid that f32 cannot
     # tell from 0 may be 0.
     np.testing.assert_allclose(f64(got)[live], want, rtol=2**-8 + 2**-16, atol=1e-34)
@@ -162,27 +189,34 @@ def test_act_is_the_reference_rounded_to_bf16(backend, kind, params):
 
 @every_backend
 @every_activation
-def test_act_quant_is_the_reference_quantised_without_a_rounding_between(backend, kind, params):
-    gateup, m_indices = gate_and_up()
-    live = m_indices >= 0
+@pytest.mark.parametrize("slabs", [1, 2])
+def test_act_quant_is_the_reference_quantised_without_a_rounding_between(
+    backend, kind, params, slabs
+):
+    gateup, tiles, live = gate_and_up()
     values, scales = run_step(
         gateup,
-        m_indices,
+        tiles,
         step="act_quant",
         backend=backend,
+        tile=16,
+        alignment=8,
+        slabs=slabs,
         activation=kind,
         params=params,
         group=128,
         ue8m0=False,
     )
-    assert values.shape == (32, 128) and scales.shape == (1, 32)
-    want = reference.activate(f64(gateup[:, :128]), f64(gateup[:, 128:]), kind, params)[live]
+    assert values.shape == (64, 128) and scales.shape == (slabs, 64 // slabs)
+    gate, up = np.split(f64(gateup), 2, axis=1)
+    want = reference.activate(gate, up, kind, params)[live]
     want_values, want_scales = reference.encode_fp8(want)
+    scales = f64(row_scales(scales, slabs, 64))[live]
     # 1e-5: f32 arithmetic; had the product been rounded to bf16 first, 2e-3.
-    np.testing.assert_allclose(f64(scales)[0, live], f64(want_scales)[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(scales[:, 0], f64(want_scales)[:, 0], rtol=1e-5)
     same = f64(values)[live] == f64(want_values)
     assert same.mean() > 0.995
-    back = f64(values)[live] * f64(scales)[0, live, None]
+    back = f64(values)[live] * scales
     # Half a unit in the last place of e4m3: 2**-4 of a normal value, 2**-10 of the scale below.
     bound = np.abs(want) * 2**-4 + f64(want_scales) * 2**-10
     assert (np.abs(back - want) <= bound * (1 + 1e-4)).all()
@@ -251,16 +285,17 @@ def test_unpermute_rounds_once_after_scaling_and_shared_experts(backend):
 
 
 @every_backend
+@every_layout
 @every_recipe
-def test_poison_in_all_that_no_step_may_read_changes_no_live_bit(backend, recipe):
-    layer = random_layer(recipe=recipe, backend=backend)
+def test_poison_in_all_that_no_step_may_read_changes_no_live_bit(backend, layout, recipe):
+    layer = random_layer(recipe=recipe, backend=backend, layout=layout)
     x, ids, weights = (
         tokens(3, 128),
         [[0, -1], [-1, -1], [3, 1]],
         [[1.0, 5.0], [2.0, 3.0], [0.5, 0.5]],
     )
     clean = walk(layer, x, ids, weights, backend)
-    live = clean.index[-1] >= 0
+    live = clean.owner >= 0
     assert live.sum() == 3 and not live.all()
     same_bits(clean.y, layer(x, ids, weights))
     for poison in (np.nan, 3e38):
@@ -270,10 +305,63 @@ def test_poison_in_all_that_no_step_may_read_changes_no_live_bit(backend, recipe
             same_bits(getattr(got, name)[live], getattr(clean, name)[live])
             assert not np.array_equal(getattr(got, name)[~live], getattr(clean, name)[~live])
         for name in ("rows", "inner"):
-            (values, scales), (want, want_scales) = getattr(got, name), getattr(clean, name)
-            same_bits(values[live], want[live])
-            if scales is not None:
-                same_bits(scales[:, : len(live)][:, live], want_scales[:, : len(live)][:, live])
+            for array, want in zip(getattr(got, name), getattr(clean, name), strict=True):
+                if array is not None:
+                    same_bits(array[live], want[live])
+
+
+# --- grouped GEMM on slabs
+
+
+@every_backend
+@every_recipe
+@pytest.mark.parametrize("capacity", [8, 16, 32, 128])
+@pytest.mark.parametrize("full", [False, True])
+def test_small_slabs_full_and_nearly_empty(backend, recipe, capacity, full):
+    """E = 4; rows beyond masked_m, their scales and the weights of empty experts are poison."""
+    if backend == "deep_gemm" and capacity < 128:
+        pytest.skip("DeepGEMM stores whole blocks: test_bridge sees it refused")
+    counts = [capacity] * 4 if full else [3, 0, 5, 0]
+    experts = random_layer(recipe=recipe).params.experts
+    rng, dead = np.random.default_rng(0), np.arange(capacity) >= np.array(counts)[:, None]
+    x = gaussian(rng, 4 * capacity, 128)
+    tiles = [[e, e * capacity, n] for e, n in enumerate(counts) if n]
+    tiles = np.array(tiles + [[-1, 0, 0]] * (4 - len(tiles)), np.int32).T
+    results = []
+    for poison in (np.nan, 3e38):
+        values, scales = jnp.asarray(x), None
+        if recipe == "fp8_block":
+            values, scales = run_step(values, step="quant", backend="xla", group=128, ue8m0=False)
+            scales = np.array(scales).reshape(4, 1, capacity)
+            scales[dead[:, None]] = poison
+            scales = jnp.asarray(scales.reshape(4, capacity))
+        values = np.array(values)
+        values[dead.ravel()] = min(poison, 448.0) if scales is not None else poison
+        weights, weights_scales = np.array(experts.w2.values), experts.w2.scales
+        weights[np.array(counts) == 0] = np.nan
+        out = run_step(
+            jnp.asarray(values),
+            scales,
+            jnp.asarray(weights),
+            weights_scales,
+            jnp.asarray(tiles),
+            None,
+            jnp.asarray(counts, jnp.int32),
+            step="gemm",
+            backend=backend,
+            alignment=8,
+            tile=capacity,
+            slabs=4,
+            expected_m=4,
+        )
+        results.append(np.asarray(out)[~dead.ravel()])
+    same_bits(*results)
+    rows = f64(values)
+    if scales is not None:
+        rows = reference.decode_fp8(values, row_scales(scales, 4, len(values)))
+    weights = f64(dg.dequantize(experts.w2))
+    want = np.concatenate([rows[e * capacity :][:n] @ weights[e].T for e, n in enumerate(counts)])
+    assert error(results[0], want) < 0.003
 
 
 # --- the registry

@@ -13,7 +13,8 @@ from dgmoe_jax.recipes import Format
 from dgmoe_jax.types import ExpertWeights, Rows, Scaled
 
 
-def _gemm(rows: Rows, weights: Scaled, plan: Plan) -> Array:
+def gemm(rows: Rows, weights: Scaled, plan: Plan) -> Array:
+    """Rows of width K, weights [E, N, K] -> [M, N] bf16."""
     return backends.get("gemm", plan.backend)(
         rows.values,
         rows.scales,
@@ -29,7 +30,8 @@ def _gemm(rows: Rows, weights: Scaled, plan: Plan) -> Array:
     )
 
 
-def _activate(gateup: Array, rows: Rows, activation: Activation, fmt: Format, plan: Plan) -> Rows:
+def activate(gateup: Array, rows: Rows, activation: Activation, fmt: Format, plan: Plan) -> Rows:
+    """gateup [M, 2I] bf16, where `rows` lie -> Rows of width I in `fmt`."""
     kind, params = activation.params()
     where = dict(tile=plan.tile, alignment=plan.alignment)
     rule = dict(activation=kind, params=params)
@@ -45,5 +47,5 @@ def experts(
     rows: Rows, weights: ExpertWeights, activation: Activation, fmt: Format, plan: Plan
 ) -> Array:
     """Rows of width H -> [M, H] bf16: w2 . activation(w13 . row), the activation kept in `fmt`."""
-    gateup = _gemm(rows, weights.w13, plan)
-    return _gemm(_activate(gateup, rows, activation, fmt, plan), weights.w2, plan)
+    gateup = gemm(rows, weights.w13, plan)
+    return gemm(activate(gateup, rows, activation, fmt, plan), weights.w2, plan)
