@@ -93,12 +93,15 @@ def test_d_the_same_expert_twice_counts_twice(backend):
 @every_backend
 def test_d_all_slots_on_one_expert_make_32_rows_and_overrun_nothing(backend):
     ids = np.zeros((8, 4), np.int32)
-    src2dst, dst2src, m_indices = run_step(
-        ids, step="permute_index", backend=backend, num_experts=4, alignment=32, rows=64
+    where = dict(num_experts=4, rows=64, alignment=32, capacity=None, tile=32)
+    src2dst, tiles, m_indices, masked_m = run_step(
+        ids, step="permute_index", backend=backend, with_m_indices=True, **where
     )
     np.testing.assert_array_equal(src2dst, np.arange(32).reshape(8, 4))
-    np.testing.assert_array_equal(dst2src, np.r_[np.repeat(np.arange(8), 4), np.full(32, -1)])
+    np.testing.assert_array_equal(tiles[:, 0], [0, 0, 32])
+    assert (np.asarray(tiles)[0, 1:] == -1).all()
     np.testing.assert_array_equal(m_indices, np.r_[np.zeros(32), np.full(32, -1)])
+    np.testing.assert_array_equal(masked_m, [32, 0, 0, 0])
     layer, x = random_layer(backend=backend), tokens(8, 128)
     got = layer(x, ids, np.full((8, 4), 0.25))
     assert error(got, rounded_oracle(layer, x, np.zeros((8, 1), int), np.ones((8, 1)))) < 0.006
