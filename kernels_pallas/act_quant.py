@@ -10,146 +10,161 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, I32, Registers, launch, vector
-from .quant import (
-    GROUP,
-    block_rows,
-    check_group,
-    quantize_tile,
-    quantized_type,
-    row_layout,
-    tile_rows,
-)
+from ._common import BF16, F32, FP8, I32, Registers, launch
+from .quant import GROUP, check_group, quantize_tile, row_layout, tile_rows
 
 LOG2E = math.log2(math.e)
-# Rows of a block; groups of a row that it does in turn, so that a block of padding costs little;
-# and the blocks that there should be before it does more than one.
-TILE, GROUPS, BLOCKS = 16, 8, 1056
+# Rows of a step, and the blocks that there should be before one takes more than one step.
+ROWS, BLOCKS = 16, 1056
 
 
 def act(
     gateup: Array,
-    m_indices: Array,
+    tiles: Array,
     *,
+    tile: int,
+    alignment: int,
     activation: str,
     params: tuple[float | None, ...],
     interpret: bool = False,
 ) -> Array:
-    """gateup [M, 2I] bf16 (gate columns, then up), m_indices [M] int32 -> [M, I] bf16.
+    """gateup [M, 2I] bf16 (gate columns, then up), tiles [3, N] int32 -> [M, I] bf16.
 
-    `activation` and `params`: "silu" (limit or None), "oai_swiglu" (alpha, limit), "situ" (beta,
-    linear_beta). f32 inside, one rounding. Rows of blocks in which every m_indices is -1 are not
-    written. Raises ValueError for shapes or an activation that do not fit.
+    `tiles` (permute_index) says which rows are live; from there to the next multiple of
+    `alignment` rows may be written too, others are not. `activation` and `params`: "silu" (limit
+    or None), "oai_swiglu" (alpha, limit), "situ" (beta, linear_beta). f32 inside, one rounding.
+    Raises ValueError for shapes or an activation that do not fit.
     """
 
     def store(product, layout, rows, g, regs, out_ref):
         out_ref[rows, g, :] = product.astype(BF16)
 
-    m, width = _check(gateup, m_indices)
-    out_type = (jax.ShapeDtypeStruct((m, width // GROUP, GROUP), BF16),)
-    out = _gated(store, gateup, m_indices, activation, params, out_type, interpret)
-    return out[0].reshape(m, width)
+    m, groups = _check(gateup, tiles, tile, alignment, activation)
+    out_types = (jax.ShapeDtypeStruct((m, groups, GROUP), BF16),)
+    rule = tile, alignment, activation, params
+    out = _gated(store, gateup, tiles, *rule, out_types, interpret)
+    return out[0].reshape(m, groups * GROUP)
 
 
 def act_quant(
     gateup: Array,
-    m_indices: Array,
+    tiles: Array,
     *,
+    tile: int,
+    alignment: int,
+    slabs: int = 1,
     activation: str,
     params: tuple[float | None, ...],
     group: int = GROUP,
     ue8m0: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """`act`, then `quant`, in one pass: values [M, I] float8_e4m3fn, scales [I / 128, M4] f32.
+    """`act`, then `quant`, in one pass: values [M, I] float8_e4m3fn, scales [slabs * G, S] f32.
 
-    The product stays in f32 until it is quantised. Rows of blocks in which every m_indices is -1,
-    and columns M..M4 of the scales, are not written.
+    G = I / 128, S = M / slabs up to 4s: row r's scales lie in column r % (M / slabs) of slab
+    r // (M / slabs). The product stays in f32 until it is quantised.
     """
     check_group(group)
+    m, groups = _check(gateup, tiles, tile, alignment, activation)
+    if m % slabs or (slabs > 1 and m // slabs % alignment):
+        raise ValueError(
+            f"M={m}, slabs={slabs}; a slab must hold a multiple of alignment={alignment} rows"
+        )
+    capacity = m // slabs
 
     def store(product, layout, rows, g, regs, values_ref, scales_ref):
-        values_ref[rows, g, :], scales_ref[g, rows] = quantize_tile(product, layout, ue8m0, regs)
+        values_ref[rows, g, :], scales = quantize_tile(product, layout, ue8m0, regs)
+        if slabs == 1:
+            scales_ref[0, g, rows] = scales
+        else:
+            first = lax.rem(rows.start, capacity)
+            scales_ref[lax.div(rows.start, capacity), g, pl.ds(first, rows.size)] = scales
 
-    m, width = _check(gateup, m_indices)
-    values_type, scales_type = quantized_type(m, width)
-    out_type = (values_type.update(shape=(m, width // GROUP, GROUP)), scales_type)
-    values, scales = _gated(store, gateup, m_indices, activation, params, out_type, interpret)
-    return values.reshape(m, width), scales
+    out_types = (
+        jax.ShapeDtypeStruct((m, groups, GROUP), FP8),
+        jax.ShapeDtypeStruct((slabs, groups, pl.cdiv(capacity, 4) * 4), F32),
+    )
+    rule = tile, alignment, activation, params
+    values, scales = _gated(store, gateup, tiles, *rule, out_types, interpret)
+    return values.reshape(m, groups * GROUP), scales.reshape(slabs * groups, -1)
 
 
-def _check(gateup: Array, m_indices: Array) -> tuple[int, int]:
+def _check(
+    gateup: Array, tiles: Array, tile: int, alignment: int, activation: str
+) -> tuple[int, int]:
     if gateup.ndim != 2 or gateup.dtype != BF16 or gateup.shape[1] % (2 * GROUP):
         raise ValueError(
             f"gateup is {gateup.dtype}{list(gateup.shape)}; it must be bf16 [M, 2I], I % 128 == 0"
         )
-    if m_indices.shape != gateup.shape[:1] or m_indices.dtype != I32:
+    if tiles.ndim != 2 or tiles.shape[0] != 3 or tiles.dtype != I32:
+        raise ValueError(f"tiles is {tiles.dtype}{list(tiles.shape)}; it must be int32 [3, N]")
+    if alignment < 8 or alignment % 8 or tile < 8 or tile % alignment:
         raise ValueError(
-            f"m_indices is {m_indices.dtype}{list(m_indices.shape)}; it must be "
-            f"int32 [{gateup.shape[0]}], one a row of gateup"
+            f"alignment={alignment}, tile={tile}; they must be multiples of 8, tile of alignment"
         )
-    return gateup.shape[0], gateup.shape[1] // 2
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
+    return gateup.shape[0], gateup.shape[1] // (2 * GROUP)
 
 
 def _gated(
     store: Callable,
     gateup: Array,
-    m_indices: Array,
+    tiles: Array,
+    tile: int,
+    alignment: int,
     activation: str,
     params: tuple[float | None, ...],
-    out_type: tuple[jax.ShapeDtypeStruct, ...],
+    out_types: tuple[jax.ShapeDtypeStruct, ...],
     interpret: bool,
 ) -> tuple[Array, ...]:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
-    m, groups = gateup.shape[0], gateup.shape[1] // (2 * GROUP)
-    if m == 0:
-        return tuple(jnp.zeros(t.shape, t.dtype) for t in out_type)
+    (m, groups, _), count = out_types[0].shape, tiles.shape[1]
+    if m == 0 or count == 0:
+        return tuple(jnp.zeros(t.shape, t.dtype) for t in out_types)
     regs = Registers(interpret)
-    tile = tile_rows(m, TILE)
-    blocks = -(-m // tile)
-    each = max(1, min(GROUPS, groups, blocks * groups // BLOCKS))
-    layout = row_layout(tile)
+    # A step divides the alignment: it touches no row that its tile does not own.
+    size = tile_rows(m, ROWS if alignment % ROWS == 0 else 8)
+    steps = pl.cdiv(min(tile, m), size)
+    each = min(steps, max(1, count * steps * groups // BLOCKS))
+    layout = row_layout(size)
 
-    def kernel(gateup_ref, m_indices_ref, *out_refs):
-        rows = block_rows(lax.axis_index("m"), tile, m)
-        if tile == 1:
-            live = m_indices_ref[rows] >= 0
-        else:
-            live = jnp.max(regs.load(m_indices_ref.at[rows], vector(tile, warps=1))) >= 0
+    def kernel(gateup_ref, tiles_ref, *out_refs):
+        index, g = lax.axis_index("n"), lax.axis_index("g")
+        row, live = tiles_ref[1, index], tiles_ref[2, index]
+        first = lax.axis_index("s") * each
+        mine = jnp.minimum(lax.div(live + (size - 1), size) - first, each)
 
-        def load(g):
-            return [regs.load(gateup_ref.at[rows, half, g, :], layout) for half in (0, 1)]
+        def rows(i):  # Where M is no multiple of a step, the last one starts early.
+            start = jnp.minimum(row + (first + i) * size, m - size)
+            return start if size == 1 else pl.ds(start, size)
 
-        def compute(g, loaded):
+        def load(i):
+            return [regs.load(gateup_ref.at[rows(i), half, g, :], layout) for half in (0, 1)]
+
+        def compute(i, loaded):
             gate, up = (x.astype(F32) for x in loaded)
-            store(
-                ACTIVATIONS[activation](gate, up, *params, regs), layout, rows, g, regs, *out_refs
-            )
+            product = ACTIVATIONS[activation](gate, up, *params, regs)
+            store(product, layout, rows(i), g, regs, *out_refs)
 
-        @pl.when(live)
+        @pl.when(mine > 0)
         def _():
-            first = lax.axis_index("g") * each
-            count = each if groups % each == 0 else jnp.minimum(each, groups - first)
-
             def step(i, loaded):  # Loads are issued before the computation that precedes them.
-                ahead = load(first + i + 1)
-                compute(first + i, loaded)
+                ahead = load(i + 1)
+                compute(i, loaded)
                 return ahead
 
-            last = lax.fori_loop(0, count - 1, step, load(first))
-            compute(first + count - 1, last)
+            compute(mine - 1, lax.fori_loop(0, mine - 1, step, load(0)))
 
     # The hardware's exp2 is the one that the library calls, less its care for subnormals, which
     # cannot matter beside 1; the hardware's tanh has 11 bits, which would.
     return launch(
         kernel,
-        out_type,
-        grid={"m": blocks, "g": -(-groups // each)},
+        out_types,
+        grid={"n": count, "s": pl.cdiv(steps, each), "g": groups},
         interpret=interpret,
         barriers=False,
         approx_math=activation != "situ",
-    )(gateup.reshape(m, 2, groups, GROUP), m_indices)
+    )(gateup.reshape(m, 2, groups, GROUP), tiles)
 
 
 def _clamp_top(x: Array, limit: float) -> Array:

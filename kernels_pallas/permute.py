@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -11,286 +11,406 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import (
-    BF16,
-    F32,
-    FP8,
-    I32,
-    LANES,
-    WARPS,
-    Registers,
-    launch,
-    pow2_floor,
-    spread_rows,
-    vector,
-)
+from ._common import BF16, F32, FP8, I32, Registers, launch, pow2_floor, vector
+from .quant import GROUP, check_group, quantize_tile, row_layout
 
-BOX = 256  # the most elements that one dimension of an asynchronous copy may have
-ROW_BYTES = 16384  # of shared memory a block, so that many blocks share a multiprocessor
-
-MOST_SCALED = 4096  # rows whose scales permute_rows moves with their values
-
-BLOCK = 128  # assignments that a block of permute_index places, twice as many if there are many
-SINGLE = 256  # up to here one block places all, in one launch
+CHUNK = 256  # assignments that are ranked against each other; up to here one launch does all
+BLOCKS = 128  # that share more, if none needs over MOST_CHUNKS in its shared memory
+MOST_CHUNKS = 16
 # Loads in flight, from shared and from global memory: one by one, each would be waited for.
 UNROLL, FAR_UNROLL = 8, 32
 
+# Groups of a token's row that a block moves. More would keep more rows under way, and the 8 scales
+# that share 32 bytes would reach the L2 so far apart that it writes them out one by one.
+STEP = 8
+
 
 def permute_index(
-    topk_ids: Array, *, num_experts: int, alignment: int, rows: int, interpret: bool = False
-) -> tuple[Array, Array, Array]:
-    """topk_ids [T, k] int32 -> src2dst [T, k], dst2src [rows] (a token), m_indices [rows], int32.
+    topk_ids: Array,
+    *,
+    num_experts: int,
+    rows: int,
+    alignment: int,
+    capacity: int | None,
+    tile: int,
+    with_m_indices: bool,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array | None, Array]:
+    """topk_ids [T, k] -> src2dst [T, k], tiles [3, N], m_indices [rows] or None, masked_m [E].
 
-    Contiguous layout: experts in order, each in a segment that starts at a multiple of `alignment`
-    (of 8), its rows in (token, slot) order, padding behind. -1: an id outside 0..E-1 has no row, a
-    row of padding no token and no expert. The caller makes `rows` large enough.
+    All int32. An expert's rows are dense, in (token, slot) order. `capacity` None: contiguous,
+    experts one after another, each at a multiple of `alignment`; else expert e's rows start at
+    e * capacity. src2dst is -1 for an id outside 0..E-1 and for what does not fit in `capacity`.
 
-    One launch for T * k <= 256. Else three: counts per block of assignments, their sums over
-    earlier blocks, placement. Raises ValueError for arguments that do not fit.
+    tiles: expert (-1: no tile), first row, number of live rows (0: no tile); at most `tile` rows of
+    one expert, live tiles first, in expert order. N = num_tiles(T * k, E, tile). m_indices
+    (contiguous only): the expert of a live row, -1 elsewhere. masked_m: rows of each expert.
+
+    One launch for T * k <= 256, else two: each block counts its assignments; then it sums what
+    earlier blocks counted and places its own. Raises ValueError for arguments that do not fit.
     """
     if topk_ids.ndim != 2 or topk_ids.dtype != I32:
         raise ValueError(
             f"topk_ids is {topk_ids.dtype}{list(topk_ids.shape)}; it must be int32 [T, k]"
         )
-    if alignment < 8 or alignment % 8 or rows % 8:
-        raise ValueError(f"alignment={alignment}, rows={rows}; both must be multiples of 8")
+    if alignment < 8 or alignment % 8 or tile < 8 or tile % alignment:
+        raise ValueError(
+            f"alignment={alignment}, tile={tile}; they must be multiples of 8 and of each other"
+        )
+    if capacity is not None and (capacity % alignment or rows != num_experts * capacity):
+        raise ValueError(
+            f"capacity={capacity}, rows={rows}; they must be a multiple of alignment={alignment} "
+            f"and num_experts={num_experts} times that"
+        )
+    if with_m_indices and (capacity is not None or rows % alignment):
+        raise ValueError(
+            f"m_indices needs the contiguous layout and rows={rows} a multiple of "
+            f"alignment={alignment}"
+        )
     n = topk_ids.size
     if n == 0 or rows == 0:
-        nothing = jnp.full(rows, -1, I32)
-        return jnp.full(topk_ids.shape, -1, I32), nothing, nothing
+        return (
+            jnp.full(topk_ids.shape, -1, I32),
+            jnp.broadcast_to(
+                jnp.array([[-1], [0], [0]], I32), (3, num_tiles(n, num_experts, tile))
+            ),
+            jnp.full(rows, -1, I32) if with_m_indices else None,
+            jnp.zeros(num_experts, I32),
+        )
     ids = topk_ids.reshape(n)
-    size = BLOCK if n <= 65536 else 2 * BLOCK
-    sums = () if n <= SINGLE else _sum_counts(ids, num_experts, size, interpret)
-    src2dst, dst2src, m_indices = _place(
+    chunks = min(MOST_CHUNKS, pl.cdiv(n, CHUNK * BLOCKS))
+    counts = () if n <= CHUNK else (_count_in_blocks(ids, num_experts, chunks, interpret),)
+    src2dst, tiles, masked_m, *m_indices = _place(
         ids,
-        *sums,
-        top_k=topk_ids.shape[1],
+        *counts,
         num_experts=num_experts,
-        alignment=alignment,
         rows=rows,
-        size=-(-n // 128) * 128 if n <= SINGLE else size,
+        alignment=alignment,
+        capacity=capacity,
+        tile=tile,
+        with_m_indices=with_m_indices,
         interpret=interpret,
     )
-    return src2dst.reshape(topk_ids.shape), dst2src, m_indices
+    return (
+        src2dst.reshape(topk_ids.shape),
+        tiles,
+        m_indices[0] if with_m_indices else None,
+        masked_m,
+    )
 
 
-def _whole_warpgroups(num_experts: int) -> int:
-    return -(-num_experts // 128) * 128
+def num_tiles(num_assignments: int, num_experts: int, tile: int) -> int:
+    """Tiles that no routing can exceed: as many experts as possible have a single row."""
+    nonempty = min(num_assignments, num_experts)
+    return nonempty + (num_assignments - nonempty) // tile
 
 
-def _unrolled(count: int, body: Callable, carry: object, by: int = UNROLL) -> object:
-    """`carry = body(i, carry)` for each i = 0, by, 2 by, ... below count, a multiple of `by`."""
-    return lax.fori_loop(0, count // by, lambda i, c: body(i * by, c), carry)
+def _lanes(num_experts: int) -> int:
+    return pl.cdiv(num_experts, 128) * 128
 
 
-def _sum_counts(ids: Array, num_experts: int, size: int, interpret: bool) -> tuple[Array, Array]:
-    """ids [n] -> before [blocks, lanes]: assignments to each expert in earlier blocks of `size`;
-    total [lanes]. lanes: E in whole warpgroups. Blocks past the end fill up the warps of the sum:
-    four warps sum a quarter of the blocks each, FAR_UNROLL at a time."""
-    n, lanes = ids.shape[0], _whole_warpgroups(num_experts)
+def _unrolled(count: int, body: Callable, carry: object) -> object:
+    """`carry = body(i, carry)` for each i = 0, UNROLL, ... below count."""
+    return lax.fori_loop(0, pl.cdiv(count, UNROLL), lambda i, c: body(i * UNROLL, c), carry)
+
+
+def _count(ids_smem, first: Array | int, count: int, expert: Array, counts: Array) -> Array:
+    """counts + how often each `expert` is among `count` ids (up to a multiple of UNROLL)."""
+
+    def add(i, counts):
+        for found in [ids_smem[first + i + u] for u in range(UNROLL)]:
+            counts = counts + jnp.where(expert == found, 1, 0)
+        return counts
+
+    return _unrolled(count, add, counts)
+
+
+def _stage(ids_ref, ids_smem, block: Array, n: int, size: int, num_experts: int, regs) -> None:
+    """A block's `size` ids into shared memory; -1 for those that no expert has or that do not
+    exist."""
+    if n % size:
+        ids_smem[...] = regs.full((size,), -1, vector(size))
+        plgpu.commit_smem()
+
+    def move(start, length):
+        there, here, layout = _piece(block * size, start, length)
+        ids = regs.load(ids_ref.at[there], layout)
+        ids_smem[here] = jnp.where(ids < num_experts, ids, -1)
+
+    _for_pieces(move, block, n, size)
+    plgpu.commit_smem()
+
+
+def _count_in_blocks(ids: Array, num_experts: int, chunks: int, interpret: bool) -> Array:
+    """ids [n] -> [blocks, chunks + 1, lanes]: how often a block's ids before each of its chunks
+    name each expert; in the end, all of them. Blocks past the end fill up the steps of a sum."""
+    n, lanes, size = ids.shape[0], _lanes(num_experts), chunks * CHUNK
+    blocks = pl.cdiv(pl.cdiv(n, size), _far(lanes)) * _far(lanes)
     regs = Registers(interpret)
-    blocks = -(-n // (size * WARPS * FAR_UNROLL)) * WARPS * FAR_UNROLL
-    steps = blocks // WARPS
 
-    def count(ids_ref, counts_ref):
-        first = lax.axis_index("b") * size
-        by_expert = vector(lanes)
+    def kernel(ids_ref, counts_ref, ids_smem):
+        block, by_expert = lax.axis_index("b"), vector(lanes)
         expert = regs.iota((lanes,), 0, by_expert)
+        _stage(ids_ref, ids_smem, block, n, size, num_experts, regs)
 
-        def add(i, counts):
-            index = [first + i * FAR_UNROLL + u for u in range(FAR_UNROLL)]
-            found = [jnp.where(x < n, ids_ref[jnp.minimum(x, n - 1)], -1) for x in index]
-            return _count(found, expert, counts)
+        def chunk(c, counts):
+            counts_ref[block, c, :] = counts
+            return _count(ids_smem, c * CHUNK, CHUNK, expert, counts)
 
-        mine = jnp.minimum(jnp.maximum(n - first, 0), size)
-        turns = lax.div(mine + (FAR_UNROLL - 1), FAR_UNROLL)
-        counts = lax.fori_loop(0, turns, add, regs.full((lanes,), 0, by_expert))
-        counts_ref[lax.axis_index("b"), :] = counts
+        counts = lax.fori_loop(0, chunks, chunk, regs.full((lanes,), 0, by_expert))
+        counts_ref[block, chunks, :] = counts
 
-    counts = launch(
-        count,
-        jax.ShapeDtypeStruct((blocks, lanes), I32),
+    return launch(
+        kernel,
+        jax.ShapeDtypeStruct((blocks, chunks + 1, lanes), I32),
         grid={"b": blocks},
+        scratch=(plgpu.SMEM((size,), I32),),
         interpret=interpret,
         barriers=False,
     )(ids)
 
-    shape, layout = (WARPS, LANES), spread_rows(WARPS, LANES, 1)
 
-    def scan(counts_ref, before_ref, total_ref, quarters_ref):
-        columns = pl.ds(lax.axis_index("e") * LANES, LANES)
-        warp = regs.iota(shape, 0, layout)
-        zeros = regs.full(shape, 0, layout)
-
-        def load(i):
-            return [regs.load(counts_ref.at[:, i + u, columns], layout) for u in range(FAR_UNROLL)]
-
-        quarters_ref[...] = _unrolled(
-            steps, lambda i, sums: functools.reduce(jnp.add, load(i), sums), zeros, FAR_UNROLL
-        )
-        plgpu.commit_smem()
-        before, total = zeros, zeros
-        for earlier in range(WARPS):
-            part = regs.load(quarters_ref.at[earlier, :], layout.reduce(0))
-            part = regs.cast(lax.broadcast_in_dim(part, shape, (1,)), layout)
-            before, total = before + jnp.where(warp > earlier, part, 0), total + part
-        total_ref[:, columns] = total
-
-        def store(i, before):
-            for u, counts in enumerate(load(i)):
-                before_ref[:, i + u, columns] = before
-                before = before + counts
-            return before
-
-        _unrolled(steps, store, before, FAR_UNROLL)
-
-    before, total = launch(
-        scan,
-        (
-            jax.ShapeDtypeStruct((WARPS, steps, lanes), I32),
-            jax.ShapeDtypeStruct((WARPS, lanes), I32),
-        ),
-        grid={"e": lanes // LANES},
-        scratch=(plgpu.SMEM(shape, I32),),
-        interpret=interpret,
-        barriers=False,
-    )(counts.reshape(WARPS, steps, lanes))
-    return before.reshape(blocks, lanes), total
-
-
-def _count(ids: list[Array], expert: Array, counts: Array) -> Array:
-    for found in ids:
-        counts = counts + jnp.where(expert == found, 1, 0)
-    return counts
+def _far(lanes: int) -> int:
+    return max(1, FAR_UNROLL * 128 // lanes)
 
 
 def _place(
     ids: Array,
-    *sums: Array,
-    top_k: int,
+    *counts: Array,
     num_experts: int,
-    alignment: int,
     rows: int,
-    size: int,
+    alignment: int,
+    capacity: int | None,
+    tile: int,
+    with_m_indices: bool,
     interpret: bool,
-) -> tuple[Array, Array, Array]:
-    """ids [n] and, unless one block does all, _sum_counts -> src2dst [n], dst2src, m_indices.
-    A block places `size` ids; blocks past the end share the filling of padding."""
-    n, lanes = ids.shape[0], _whole_warpgroups(num_experts)
-    single = not sums
-    blocks = 1 if single else sums[0].shape[0]
+) -> tuple[Array, ...]:
+    """ids [n] and, unless one block does all, _count_in_blocks -> src2dst [n], tiles, masked_m and,
+    if asked for, m_indices."""
+    n, lanes, most_tiles = ids.shape[0], _lanes(num_experts), num_tiles(ids.size, num_experts, tile)
+    single = not counts
+    chunks = 1 if single else counts[0].shape[1] - 1
+    chunk = min(CHUNK, pl.cdiv(n, 128) * 128)
+    size = chunks * chunk
+    blocks = pl.cdiv(n, size)
+    # Tiles that a block lists at a time, a power of two or all.
+    share = 2 * pow2_floor(max(8, pl.cdiv(most_tiles, blocks) - 1))
+    share = min(256 if single else 128, share)
+    width = max(128, share)
     regs = Registers(interpret)
-    by_slot, by_expert = vector(size), vector(lanes)
+    by_slot, by_expert, by_tile = vector(chunk), vector(lanes), vector(width)
 
     def kernel(ids_ref, *refs):
-        *sums_refs, src2dst_ref, dst2src_ref, m_indices_ref, ids_smem, rows_smem, scan_smem = refs
+        counts_ref, (src2dst_ref, tiles_ref, masked_m_ref, *m_indices_ref) = (
+            refs[: len(counts)],
+            refs[len(counts) : -6],
+        )
+        ids_smem, rows_smem, tiles_smem, sums_smem, table_smem, held_smem = refs[-6:]
         block = lax.axis_index("b")
-        lane = regs.iota((size,), 0, by_slot)
         expert = regs.iota((lanes,), 0, by_expert)
-
-        first = block * size
-
-        def stage(start, length):
-            there, here, layout = _piece(first, start, length)
-            ids_smem[here] = regs.load(ids_ref.at[there], layout)
-
-        ids_smem[...] = regs.full((size,), -1, by_slot)
-        plgpu.commit_smem()
-        _for_pieces(stage, block, single, n, size)
-        plgpu.commit_smem()
-        ids = regs.load(ids_smem, by_slot)
-        ids = jnp.where(ids < num_experts, ids, -1)
-        plgpu.commit_smem()
-        ids_smem[...] = ids
-        plgpu.commit_smem()
+        none = regs.full((lanes,), 0, by_expert)
+        _stage(ids_ref, ids_smem, block, n, size, num_experts, regs)
 
         if single:
-
-            def add(i, total):
-                return _count([ids_smem[i + u] for u in range(UNROLL)], expert, total)
-
-            before, total = 0, _unrolled(size, add, regs.full((lanes,), 0, by_expert))
+            before, total = none, _count(ids_smem, 0, n, expert, none)
         else:
-            before_ref, total_ref = sums_refs
-            before = regs.load(before_ref.at[block, :], by_expert)
-            total = regs.load(total_ref.at[0, :], by_expert)
-        start = _exclusive_sum(_round_up(total, alignment), scan_smem, lanes, by_expert, regs)
-        scan_smem[pl.ds(0, lanes)] = start + before
-        scan_smem[pl.ds(lanes, lanes)] = start + total
-        plgpu.commit_smem()
-
-        def base(e, row):
-            bases = [scan_smem[e + u] for u in range(UNROLL)]
-            for u, value in enumerate(bases):
-                row = jnp.where(ids != e + u, row, value)
-            return row
-
-        def rank(i, row):
-            others = [ids_smem[i + u] for u in range(UNROLL)]
-            for u, other in enumerate(others):
-                row = row + jnp.where((ids == other) & (lane > i + u), 1, 0)
-            return row
-
-        row = _unrolled(-(-num_experts // UNROLL) * UNROLL, base, regs.full((size,), 0, by_slot))
-        rows_smem[...] = jnp.where(ids >= 0, _unrolled(size, rank, row), -1)
-        out_refs = (dst2src_ref, m_indices_ref)
-        if single:
-            _fill_all(out_refs, rows, regs)
+            before, total = _sum(counts_ref[0], block, chunks, none, by_expert, regs)
+        if capacity is None:
+            held, segments = total, _round_up(total, alignment)
+            per_expert = _cdiv(total, tile)
+            start, first_tile = _exclusive_sums((segments, per_expert), sums_smem, by_expert, regs)
         else:
-            ends = [scan_smem, lanes]
-            _fill_padding(out_refs, block, blocks, ends, num_experts, alignment, rows, regs)
+            held, start = jnp.minimum(total, capacity), expert * capacity
+            per_expert = _cdiv(held, tile)
+            (first_tile,) = _exclusive_sums((per_expert,), sums_smem, by_expert, regs)
+        held_smem[...] = held
+        # Tile j of an expert starts at row `shift + j * tile`.
+        for i, column in enumerate((first_tile, start - first_tile * tile, start + held)):
+            table_smem[pl.ds((1 + i) * lanes, lanes)] = column
+        base = start + before
+
+        def place(c, base_within):
+            base, within = base_within
+            if single:
+                following = within
+            else:
+                following = regs.load(
+                    counts_ref[0].at[block, jnp.minimum(c + 1, chunks - 1), :], by_expert
+                )
+            plgpu.commit_smem()  # Until here, others still read the chunk before.
+            table_smem[pl.ds(0, lanes)] = base + within
+            plgpu.commit_smem()
+            here = pl.ds(c * chunk, chunk)
+            mine = regs.load(ids_smem.at[here], by_slot)
+            row = _look_up(mine, table_smem, num_experts, by_slot, regs)
+            row = row + _rank(mine, ids_smem, c * chunk, min(n, chunk), by_slot, regs)
+            real = mine >= 0
+            if capacity is not None:
+                real = real & (row < (mine + 1) * capacity)
+            rows_smem[here] = jnp.where(real, row, -1)
+            return base, following
+
+        lax.fori_loop(0, chunks, place, (base, none))
         plgpu.commit_smem()
 
         def store(start, length):
-            there, here, layout = _piece(first, start, length)
+            there, here, layout = _piece(block * size, start, length)
             src2dst_ref[there] = regs.load(rows_smem.at[here], layout)
 
-        _for_pieces(store, block, single, n, size)
+        _for_pieces(store, block, n, size)
 
-        def scatter(i, carry):
-            placed = [(rows_smem[i + u], ids_smem[i + u]) for u in range(UNROLL)]
-            for u, (row, expert) in enumerate(placed):
+        @pl.when(block == 0)
+        def _():
+            def store(start, length):
+                there, here, layout = _piece(0, start, length)
+                masked_m_ref[there] = regs.load(held_smem.at[here], layout)
 
-                @pl.when(row >= 0)
-                def _(row=row, expert=expert, assignment=first + i + u):
-                    dst2src_ref[row] = lax.div(assignment, top_k)
-                    m_indices_ref[row] = expert
+            _for_pieces(store, block, num_experts, lanes)
 
+        def list_tiles(i, carry):
+            part = block + i * blocks
+            index = part * share + regs.iota((width,), 0, by_tile)
+            found = _tiles_at(index, table_smem, num_experts, lanes, tile, by_tile, regs)
+            plgpu.commit_smem()
+            for j, values in enumerate(found):
+                tiles_smem[pl.ds(j * width, width)] = values
+            plgpu.commit_smem()
+
+            def store(start, length):
+                for j in range(3):
+                    there, _, layout = _piece(part * share, start, length)
+                    here = _piece(j * width, start, length)[0]
+                    tiles_ref[j, there] = regs.load(tiles_smem.at[here], layout)
+
+            _for_pieces(store, part, most_tiles, share)
+            if with_m_indices:
+                _write_m_indices(m_indices_ref[0], tiles_smem, width, share, alignment, regs)
             return carry
 
-        _unrolled(-(-min(n, size) // UNROLL) * UNROLL, scatter, 0)
+        lax.fori_loop(0, pl.cdiv(pl.cdiv(most_tiles, share), blocks), list_tiles, 0)
+        if with_m_indices:
+            used = _round_up(table_smem[3 * lanes + num_experts - 1], alignment)
+            _fill_rest(m_indices_ref[0], used, rows, block, blocks, alignment, regs)
 
-    row_type = jax.ShapeDtypeStruct((rows,), I32)
+    out_types = [(n,), (3, most_tiles), (num_experts,)] + [(rows,)] * with_m_indices
+    smem = [size, size, 3 * width, 8 * lanes, 4 * lanes, lanes]
     return launch(
         kernel,
-        (jax.ShapeDtypeStruct((n,), I32), row_type, row_type),
+        tuple(jax.ShapeDtypeStruct(shape, I32) for shape in out_types),
         grid={"b": blocks},
-        scratch=(
-            plgpu.SMEM((size,), I32),
-            plgpu.SMEM((size,), I32),
-            plgpu.SMEM((2 * lanes,), I32),
-        ),
+        scratch=tuple(plgpu.SMEM((length,), I32) for length in smem),
         interpret=interpret,
         barriers=False,
-    )(ids, *sums)
+    )(ids, *counts)
+
+
+def _sum(counts_ref, block: Array, chunks: int, none: Array, layout, regs) -> tuple[Array, Array]:
+    """Counts of the blocks before this one, and of all blocks."""
+    far = _far(none.shape[0])
+
+    def add(i, sums):
+        before, total = sums
+        loaded = [regs.load(counts_ref.at[i * far + u, chunks, :], layout) for u in range(far)]
+        for u, counts in enumerate(loaded):
+            before = before + jnp.where(i * far + u < block, counts, 0)
+            total = total + counts
+        return before, total
+
+    return lax.fori_loop(0, counts_ref.shape[0] // far, add, (none, none))
+
+
+def _look_up(ids: Array, table_smem, num_experts: int, layout, regs: Registers) -> Array:
+    """table[ids], by way of all entries: no instruction gathers. (Mosaic takes the sign of a
+    select from its first value, which a scalar lacks.)"""
+
+    def look(e, row):
+        for u, entry in enumerate([table_smem[e + u] for u in range(UNROLL)]):
+            row = jnp.where(ids != e + u, row, entry)
+        return row
+
+    return _unrolled(num_experts, look, regs.full(ids.shape, 0, layout))
+
+
+def _rank(ids: Array, ids_smem, first: Array, count: int, layout, regs: Registers) -> Array:
+    """How many of the chunk's earlier ids are equal."""
+    lane = regs.iota(ids.shape, 0, layout)
+
+    def add(i, rank):
+        for u, other in enumerate([ids_smem[first + i + u] for u in range(UNROLL)]):
+            rank = rank + jnp.where((ids == other) & (lane > i + u), 1, 0)
+        return rank
+
+    return _unrolled(count, add, regs.full(ids.shape, 0, layout))
+
+
+def _tiles_at(index: Array, table_smem, num_experts: int, lanes: int, tile: int, layout, regs):
+    """Expert, first row and live rows of tile number `index`: the last expert whose tiles start
+    there or before has it, or it is past the end."""
+
+    def look(e, found):
+        columns = [[table_smem[i * lanes + e + u] for u in range(UNROLL)] for i in (1, 2, 3)]
+        for u, (first_tile, *entries) in enumerate(zip(*columns, strict=True)):
+            before, entries = index < first_tile, (e + u, *entries)
+            found = tuple(jnp.where(before, x, y) for x, y in zip(found, entries, strict=True))
+        return found
+
+    zeros = regs.full(index.shape, 0, layout)
+    expert, shift, end = _unrolled(num_experts, look, (zeros, zeros, zeros))
+    row = shift + index * tile
+    live = jnp.minimum(end - row, tile)
+    return jnp.where(live > 0, expert, -1), jnp.where(live > 0, row, 0), jnp.maximum(live, 0)
+
+
+def _write_m_indices(m_indices_ref, tiles_smem, width: int, share: int, alignment: int, regs):
+    """Experts of the rows of `share` tiles, -1 up to the next multiple of `alignment`."""
+    step = math.gcd(alignment, 128)
+    lane = regs.iota((step,), 0, vector(step))
+
+    def one(j, carry):
+        expert, row, live = (tiles_smem[i * width + j] for i in range(3))
+
+        def piece(i, carry):
+            values = jnp.where(lane < live - i * step, expert, -1)
+            m_indices_ref[pl.ds(row + i * step, step)] = values
+            return carry
+
+        return lax.fori_loop(0, lax.div(_round_up(live, alignment), step), piece, carry)
+
+    lax.fori_loop(0, share, one, 0)
+
+
+def _fill_rest(m_indices_ref, used: Array, rows: int, block: Array, blocks: int, alignment, regs):
+    """-1 in this block's share of the rows from `used` on: every `blocks`-th piece."""
+    step = math.gcd(alignment, 128)
+    nothing = regs.full((step,), -1, vector(step))
+
+    def piece(i, carry):
+        m_indices_ref[pl.ds(used + (block + i * blocks) * step, step)] = nothing
+        return carry
+
+    pieces = lax.div(rows - used, step)
+    lax.fori_loop(0, lax.div(jnp.maximum(pieces - block + (blocks - 1), 0), blocks), piece, 0)
+
+
+def _cdiv(x: Array, by: int) -> Array:
+    return lax.div(x + (by - 1), jnp.full_like(x, by))
 
 
 def _round_up(x: Array, multiple: int) -> Array:
-    multiple = jnp.full_like(x, multiple)
-    return lax.div(x + (multiple - 1), multiple) * multiple
+    return _cdiv(x, multiple) * multiple
 
 
-def _piece(first: Array, start: int, length: int) -> tuple:
+def _piece(first: Array | int, start: int, length: int) -> tuple:
     """Where [start, start + length) of a block lies in global and in shared memory, its layout."""
     if length == 1:
         return first + start, start, None
     return pl.ds(first + start, length), pl.ds(start, length), vector(length)
 
 
-def _for_pieces(move: Callable, block: Array, single: bool, n: int, size: int) -> None:
+def _for_pieces(move: Callable, block: Array, n: int, size: int) -> None:
     """move(start, length) for pieces that cover this block's share of n: `size`, in the last block
     the rest, as two powers of two that may overlap, and then nothing."""
-    last = -(-n // size) - 1
+    last = pl.cdiv(n, size) - 1
 
     def rest():
         count = n - last * size
@@ -298,188 +418,101 @@ def _for_pieces(move: Callable, block: Array, single: bool, n: int, size: int) -
         for start in sorted({0, count - part}):
             move(start, part)
 
-    if single:
-        rest()
-    else:
-        pl.when(block == last)(rest)
+    pl.when(block == last)(rest)
+    if last:
         pl.when(block < last)(lambda: move(0, size))
 
 
-def _exclusive_sum(x: Array, smem, lanes: int, layout, regs: Registers) -> Array:
-    """x [lanes] -> sums of the elements before each; smem [2 * lanes] holds zeros, then x."""
-    smem[pl.ds(0, lanes)] = regs.full((lanes,), 0, layout)
-    total, distance = x, 1
+def _exclusive_sums(vectors: tuple[Array, ...], smem, layout, regs: Registers) -> list[Array]:
+    """Of each vector [lanes], the sums of the elements before each; smem [8 * lanes]: for each of
+    two vectors, zeros before its elements, twice, so that a step needs one barrier."""
+    (lanes,) = vectors[0].shape
+    starts = range(0, 2 * lanes * len(vectors), 2 * lanes)
+    zeros = regs.full((lanes,), 0, layout)
+    for start in (*starts, *(4 * lanes + s for s in starts)):
+        smem[pl.ds(start, lanes)] = zeros
+    totals, distance, offset = vectors, 1, 0
     while distance < lanes:
-        smem[pl.ds(lanes, lanes)] = total
+        for start, total in zip(starts, totals, strict=True):
+            smem[pl.ds(offset + start + lanes, lanes)] = total
         plgpu.commit_smem()
-        total = total + regs.load(smem.at[pl.ds(lanes - distance, lanes)], layout)
-        plgpu.commit_smem()
-        distance *= 2
-    return total - x
+        totals = [
+            total + regs.load(smem.at[pl.ds(offset + start + lanes - distance, lanes)], layout)
+            for start, total in zip(starts, totals, strict=True)
+        ]
+        distance, offset = 2 * distance, 4 * lanes - offset
+    return [total - x for total, x in zip(totals, vectors, strict=True)]
 
 
-def _fill_all(refs: tuple, rows: int, regs: Registers) -> None:
-    width = min(512, pow2_floor(rows))
-    nothing = regs.full((width,), -1, vector(width, 4))
-
-    def fill(i, carry):
-        for ref in refs:
-            ref[pl.ds(jnp.minimum(i * width, rows - width), width)] = nothing
-        return carry
-
-    lax.fori_loop(0, -(-rows // width), fill, 0)
-
-
-def _fill_padding(
-    refs: tuple,
-    block: Array,
-    blocks: int,
-    ends: list,
-    num_experts: int,
-    alignment: int,
-    rows: int,
-    regs: Registers,
-) -> None:
-    """-1 in the padding of every `blocks`-th segment and in this block's share of what follows the
-    last one. `ends`: shared memory, and where in it the ends of the experts' live rows begin."""
-    eight = regs.full((8,), -1, vector(8))
-    many = regs.full((128,), -1, vector(128))
-
-    def fill(first, count, stride, width, value):
-        def body(i, carry):
-            for ref in refs:
-                ref[pl.ds(first + i * stride * width, width)] = value
-            return carry
-
-        lax.fori_loop(0, count, body, 0)
-
-    def segment(i, carry):
-        expert = block + i * blocks
-
-        @pl.when(expert < num_experts)
-        def _():
-            live = ends[0][ends[1] + expert]
-            aligned = _round_up(live, 8)
-
-            def one(row, carry):
-                for ref in refs:
-                    ref[row] = jnp.int32(-1)
-                return carry
-
-            lax.fori_loop(live, aligned, one, 0)
-            fill(aligned, lax.div(_round_up(live, alignment) - aligned, 8), 1, 8, eight)
-
-        return carry
-
-    lax.fori_loop(0, -(-num_experts // blocks), segment, 0)
-    used = _round_up(ends[0][ends[1] + num_experts - 1], alignment)
-    for width, value in ((128, many), (8, eight)):
-        count = lax.div(rows - used, width)
-        # This block's share: every `blocks`-th piece, from its own number on.
-        share = lax.div(jnp.maximum(count - block + (blocks - 1), 0), blocks)
-        fill(used + block * width, share, blocks, width, value)
-        used = used + count * width
-
-
-def permute_rows(
-    values: Array,
-    scales: Array | None,
+def permute(
+    x: Array,
     src2dst: Array,
-    dst2src: Array,
     *,
+    rows: int,
+    slabs: int = 1,
+    group: int | None = GROUP,
+    ue8m0: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array | None]:
-    """values [T, K] bf16 or float8_e4m3fn, scales [G, Ts] f32 (Ts >= T) or None, src2dst [T, k],
-    dst2src [rows] int32 -> values [rows, K], scales [G, rows]: row src2dst[t, j] is token t's.
+    """x [T, K] bf16, src2dst [T, k] int32 -> values [rows, K] float8_e4m3fn, scales [slabs * G, S].
 
-    Each token is read once and written k times; the scales of many rows are gathered apart. Rows
-    that src2dst does not name are not written. K is a multiple of 128.
+    Row src2dst[t, j] gets x[t], quantised as by `quant`. G = K / 128, S = rows / slabs up to 4s:
+    row r's scales lie in column r % (rows / slabs) of slab r // (rows / slabs). `group` None: the
+    values are bf16 and the scales None. Each token is read once and written up to k times; rows
+    that src2dst does not name are not written.
 
-    Raises ValueError for shapes or dtypes that do not fit.
+    Raises ValueError for shapes or dtypes that do not fit, NotImplementedError for another group.
     """
-    t, width = values.shape
-    k, rows = src2dst.shape[1], dst2src.shape[0]
-    if values.dtype not in (BF16, FP8) or width % 128:
-        raise ValueError(
-            f"values is {values.dtype}{list(values.shape)}; it must be bf16 or float8_e4m3fn "
-            "[T, K], K % 128 == 0"
-        )
-    if src2dst.shape[0] != t or src2dst.dtype != I32:
+    scaled = group is not None
+    if scaled:
+        check_group(group)
+    if x.ndim != 2 or x.dtype != BF16 or x.shape[1] % GROUP:
+        raise ValueError(f"x is {x.dtype}{list(x.shape)}; it must be bf16 [T, K], K % 128 == 0")
+    t, width = x.shape
+    if src2dst.ndim != 2 or src2dst.shape[0] != t or src2dst.dtype != I32:
         raise ValueError(
             f"src2dst is {src2dst.dtype}{list(src2dst.shape)}; it must be int32 [{t}, k]"
         )
-    if scales is not None and (scales.dtype != F32 or scales.shape[1] < t):
-        raise ValueError(
-            f"scales is {scales.dtype}{list(scales.shape)}; it must be f32 [G, Ts], Ts >= {t}"
-        )
-    out_type = (jax.ShapeDtypeStruct((rows, width), values.dtype),)
-    if scales is not None:
-        out_type += (jax.ShapeDtypeStruct((scales.shape[0], rows), F32),)
-    if t == 0 or rows == 0:
-        out = tuple(jnp.zeros(o.shape, o.dtype) for o in out_type)
-        return out[0], out[1] if scales is not None else None
+    if rows % slabs:
+        raise ValueError(f"rows={rows} must be a multiple of slabs={slabs}")
+    groups, capacity, k = width // GROUP, rows // slabs, src2dst.shape[1]
+    out_types = [jax.ShapeDtypeStruct((rows, groups, GROUP), FP8 if scaled else BF16)]
+    if scaled:
+        out_types.append(jax.ShapeDtypeStruct((slabs, groups, pl.cdiv(capacity, 4) * 4), F32))
 
-    if scales is not None and t * k > MOST_SCALED:
-        # Four bytes here and there for each row and group cost more than the row itself.
-        moved, _ = permute_rows(values, None, src2dst, dst2src, interpret=interpret)
-        return moved, jnp.take(scales, dst2src, axis=1, mode="clip")
+    def kernel(x_ref, src2dst_ref, values_ref, *scales_ref):
+        token, column = lax.axis_index("t"), lax.axis_index("g")
+        dst = [src2dst_ref[token, j] for j in range(k)]
+
+        def move(start, count):
+            here = column * STEP + start
+            here = here if count == 1 else pl.ds(here, count)
+            layout = row_layout(count)
+            values = regs.load(x_ref.at[token, here, :], layout)
+            if scaled:
+                values, scales = quantize_tile(values.astype(F32), layout, ue8m0, regs)
+            for d in dst:
+
+                @pl.when(d >= 0)
+                def _(d=d):
+                    values_ref[d, here, :] = values
+                    if scaled:
+                        slab, row = (
+                            (0, d) if slabs == 1 else (lax.div(d, capacity), lax.rem(d, capacity))
+                        )
+                        scales_ref[0][slab, here, row] = scales
+
+        _for_pieces(move, column, groups, STEP)
 
     regs = Registers(interpret)
-    box = BOX if width % BOX == 0 else 128
-    boxes = width // box
-    # The largest divisor of a row that fits: every column block is then alike.
-    limit = min(BOX, ROW_BYTES // (box * values.dtype.itemsize))
-    step = max(d for d in range(1, boxes + 1) if boxes % d == 0 and d <= limit)
-    groups = 0 if scales is None else scales.shape[0]
-    chunk = min(32, pow2_floor(groups)) if groups else 0
-
-    def kernel(*refs):
-        values_ref, src2dst_ref, *refs = refs
-        if groups:
-            scales_ref, out_ref, scales_out_ref, row_ref, arrived = refs
-        else:
-            out_ref, row_ref, arrived = refs
-        token, column = lax.axis_index("t"), lax.axis_index("c")
-        boxed = pl.ds(column * step, step)
-        plgpu.copy_gmem_to_smem(values_ref.at[token, boxed, :], row_ref, arrived)
-        dst = [src2dst_ref[token, j] for j in range(k)]
-        if groups:
-
-            @pl.when(column == 0)
-            def _():
-                for start in range(0, groups, chunk):
-                    part = pl.ds(min(start, groups - chunk), chunk)
-                    _copy_scales(scales_ref, scales_out_ref, part, chunk, token, dst, regs)
-
-        plgpu.barrier_wait(arrived)
-        for d in dst:
-
-            @pl.when(d >= 0)
-            def _(d=d):
-                plgpu.copy_smem_to_gmem(row_ref, out_ref.at[d, boxed, :])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    out_type = (jax.ShapeDtypeStruct((rows, boxes, box), values.dtype), *out_type[1:])
-    out = launch(
-        kernel,
-        out_type,
-        grid={"t": t, "c": boxes // step},
-        scratch=(plgpu.SMEM((step, box), values.dtype), plgpu.Barrier()),
-        interpret=interpret,
-        barriers=False,
-    )(values.reshape(t, boxes, box), src2dst, *(() if scales is None else (scales,)))
-    return out[0].reshape(rows, width), out[1] if groups else None
-
-
-def _copy_scales(scales_ref, out_ref, part, chunk: int, token: Array, dst: list, regs) -> None:
-    """Column `token` of the scales to each of its rows' columns."""
-    if chunk == 1:
-        column = scales_ref[part.start, token]
+    if t == 0 or k == 0 or rows == 0:
+        out = [jnp.zeros(o.shape, o.dtype) for o in out_types]
     else:
-        column = regs.load(scales_ref.at[part, token], vector(chunk))
-    for d in dst:
-
-        @pl.when(d >= 0)
-        def _(d=d):
-            out_ref[part.start if chunk == 1 else part, d] = column
+        out = launch(
+            kernel,
+            tuple(out_types),
+            grid={"t": t, "g": pl.cdiv(groups, STEP)},
+            interpret=interpret,
+            barriers=False,
+        )(x.reshape(t, groups, GROUP), src2dst)
+    return out[0].reshape(rows, width), out[1].reshape(slabs * groups, -1) if scaled else None

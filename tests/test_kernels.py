@@ -1,5 +1,5 @@
-"""The Pallas kernels, on the CPU: values in Mosaic GPU interpret mode against NumPy, and lowering
-for CUDA at the sizes they are made for."""
+"""The Pallas kernels against NumPy, in Mosaic GPU interpret mode on a CPU and as they are on a GPU,
+and their lowering for CUDA at the sizes they are made for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from dgmoe_jax.kernels_pallas import permute
 from dgmoe_jax.kernels_pallas.act_quant import act, act_quant
-from dgmoe_jax.kernels_pallas.permute import permute_index, permute_rows
+from dgmoe_jax.kernels_pallas.permute import num_tiles, permute_index
 from dgmoe_jax.kernels_pallas.quant import quant
 from dgmoe_jax.kernels_pallas.route import route
 from dgmoe_jax.kernels_pallas.unpermute import unpermute
@@ -21,6 +21,7 @@ from dgmoe_jax.kernels_pallas.unpermute import unpermute
 BF16, FP8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
 LARGEST = np.finfo(np.float32).max
 POISON = [np.nan, 3e38]
+INTERPRET = jax.default_backend() != "gpu"
 
 
 def f32(x):
@@ -72,7 +73,7 @@ def test_quant(m, k, ue8m0):
     if m > 4:
         x[1, 5], x[2, 30], x[3, 7], x[4, :128] = np.nan, np.inf, 3e38, 1e-30
     x = jnp.asarray(x, BF16)
-    got = quant(x, ue8m0=ue8m0, interpret=True)
+    got = quant(x, ue8m0=ue8m0, interpret=INTERPRET)
     assert_quantized(got, x, ue8m0)
     assert np.isfinite(np.asarray(got[1])[0, 0]) and np.asarray(got[1])[0, 0] > 0
     if m > 4:
@@ -88,7 +89,7 @@ def test_quant_rounds_ties_to_even_and_divides_exactly():
     x = np.concatenate([x, np.full(-x.size % 127, 1, np.float32)]).reshape(-1, 127)
     x = np.concatenate([np.full((x.shape[0], 1), 448, np.float32), x], axis=1)
     x = jnp.asarray(np.concatenate([x * s for s in (1, 1.375, 0.0078)]), BF16)
-    assert_quantized(quant(x, interpret=True), x)
+    assert_quantized(quant(x, interpret=INTERPRET), x)
 
 
 def test_quant_lowers_for_cuda():
@@ -126,32 +127,65 @@ def act_reference(gateup, activation, params):
         return gate / (1 + np.exp(-alpha * gate)) * (up + (activation == "oai_swiglu"))
 
 
-@pytest.mark.parametrize("poison", POISON)
-@pytest.mark.parametrize(("activation", "params"), ACTIVATIONS)
-def test_act(activation, params, poison):
-    m, width = 24, 256
-    gateup = 4 * random(0, m, 2 * width)
-    m_indices = np.where(np.arange(m) % 8 < 5, 3, -1).astype(np.int32)
-    m_indices[8:16] = -1  # a block that need not be visited
-    live = m_indices >= 0
-    gateup[~live] = poison
-    args = (jnp.asarray(gateup, BF16), jnp.asarray(m_indices))
-    kwargs = {"activation": activation, "params": params, "interpret": True}
-    want = act_reference(args[0][live], activation, params)
-    np.testing.assert_allclose(f32(act(*args, **kwargs))[live], want, rtol=5e-3, atol=1e-30)
+def row_scales(scales, slabs, rows):
+    """[slabs * G, S] -> [rows, G]."""
+    scales = np.asarray(scales).reshape(slabs, -1, scales.shape[1])[:, :, : rows // slabs]
+    return scales.transpose(0, 2, 1).reshape(rows, -1)
 
-    values, scales = act_quant(*args, **kwargs)
-    amax = np.abs(want).reshape(-1, width // 128, 128).max(-1)
-    np.testing.assert_allclose(np.asarray(scales)[:, :m][:, live], amax.T / 448, rtol=1e-5)
-    back = f32(values)[live] * np.repeat(np.asarray(scales)[:, :m][:, live].T, 128, axis=1)
+
+def assert_unwritten(rows):
+    """In interpret mode, what no kernel wrote is NaN."""
+    if INTERPRET:
+        assert np.isnan(f32(rows)).all()
+
+
+# Rows, alignment, tile, slabs, tiles: two experts with a gap of owned rows and one of others' rows,
+# slabs, every row live and no whole step of them, a single row.
+TILINGS = [
+    (32, 8, 16, 1, [(0, 0, 16), (0, 16, 3), (3, 24, 5), (-1, 0, 0)]),
+    (96, 16, 32, 3, [(0, 0, 9), (2, 64, 32), (-1, 0, 0)]),
+    (20, 16, 16, 1, [(0, 0, 16), (0, 16, 4)]),
+    (1, 8, 128, 1, [(0, 0, 1)]),
+]
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize(
+    ("tiling", "activation", "params"),
+    [(TILINGS[0], *a) for a in ACTIVATIONS] + [(t, *ACTIVATIONS[0]) for t in TILINGS[1:]],
+)
+def test_act(tiling, activation, params, poison):
+    m, alignment, tile, slabs, tiles = tiling
+    live, owned = np.zeros(m, bool), np.zeros(m, bool)
+    for _, first, count in tiles:
+        live[first : first + count] = True
+        owned[first : first + -(-count // alignment) * alignment] = True
+    width = 256
+    gateup = 4 * random(0, m, 2 * width)
+    gateup[~live] = poison
+    args = (jnp.asarray(gateup, BF16), jnp.asarray(np.array(tiles, np.int32).T))
+    kwargs = {"tile": tile, "alignment": alignment, "activation": activation, "params": params}
+    want = act_reference(args[0][live], activation, params)
+    got = act(*args, **kwargs, interpret=INTERPRET)
+    np.testing.assert_allclose(f32(got)[live], want, rtol=5e-3, atol=1e-30)
+    assert_unwritten(got[~owned])
+
+    values, scales = act_quant(*args, **kwargs, slabs=slabs, interpret=INTERPRET)
+    assert values.dtype == FP8 and scales.shape == (slabs * 2, -(-m // slabs // 4) * 4)
+    scales = row_scales(scales, slabs, m)
+    amax = np.abs(want).reshape(-1, 2, 128).max(-1)
+    np.testing.assert_allclose(scales[live], amax / 448, rtol=1e-5)
+    back = f32(values)[live] * np.repeat(scales[live], 128, axis=1)
     np.testing.assert_allclose(back, want, rtol=2**-4, atol=float(amax.max()) / 448 * 2**-9)
+    assert_unwritten(values[~owned])
+    assert_unwritten(scales[~owned])
 
 
 def test_act_quant_is_act_then_quant():
-    gateup = jnp.asarray(4 * random(0, 3, 256), BF16)
-    args = (gateup, jnp.zeros(3, I32))
-    product = act(*args, activation="silu", params=(None,), interpret=True)
-    values, scales = act_quant(*args, activation="silu", params=(None,), interpret=True)
+    args = jnp.asarray(4 * random(0, 3, 256), BF16), jnp.array([[0], [0], [3]], I32)
+    kwargs = {"tile": 8, "alignment": 8, "activation": "silu", "params": (None,)}
+    product = act(*args, **kwargs, interpret=INTERPRET)
+    values, scales = act_quant(*args, **kwargs, interpret=INTERPRET)
     want = quant_reference(product)
     np.testing.assert_allclose(np.asarray(scales)[:, :3], want[1], rtol=2**-8)
     np.testing.assert_allclose(f32(values), f32(want[0]), rtol=2**-3, atol=2**-9)
@@ -159,121 +193,207 @@ def test_act_quant_is_act_then_quant():
 
 def test_act_lowers_for_cuda():
     for activation, params in ACTIVATIONS:
-        for m, width in [(1, 128), (40, 384), (65536, 2048)]:
-            shapes = ((m, 2 * width), BF16), ((m,), I32)
-            kwargs = {"activation": activation, "params": params}
+        for m, width, alignment, tile, slabs in [
+            (1, 128, 8, 8, 1),
+            (40, 384, 8, 256, 1),
+            (65536, 2048, 128, 128, 1),
+            (65536, 2048, 16, 64, 4),
+        ]:
+            shapes = ((m, 2 * width), BF16), ((3, num_tiles(m, 4, tile)), I32)
+            kwargs = {"tile": tile, "alignment": alignment}
+            kwargs |= {"activation": activation, "params": params}
             assert custom_calls(functools.partial(act, **kwargs), *shapes) == 1
-            assert custom_calls(functools.partial(act_quant, **kwargs, ue8m0=True), *shapes) == 1
+            kwargs |= {"slabs": slabs, "ue8m0": True}
+            assert custom_calls(functools.partial(act_quant, **kwargs), *shapes) == 1
 
 
 def test_act_refuses():
+    gateup, tiles = jnp.zeros((8, 256), BF16), jnp.zeros((3, 1), I32)
+    kwargs = {"tile": 8, "alignment": 8, "activation": "silu", "params": (None,)}
     with pytest.raises(ValueError, match=r"'relu'.*silu"):
-        act(jnp.zeros((8, 256), BF16), jnp.zeros(8, I32), activation="relu", params=())
-    with pytest.raises(ValueError, match="m_indices"):
-        act(jnp.zeros((8, 256), BF16), jnp.zeros(9, I32), activation="silu", params=(None,))
+        act(gateup, tiles, **kwargs | {"activation": "relu"})
+    with pytest.raises(ValueError, match=r"tiles is int32\[8\]"):
+        act(gateup, jnp.zeros(8, I32), **kwargs)
+    with pytest.raises(ValueError, match="tile=12"):
+        act(gateup, tiles, **kwargs | {"tile": 12})
+    with pytest.raises(ValueError, match="slabs=3"):
+        act_quant(gateup, tiles, **kwargs, slabs=3)
 
 
 # --- permute_index
 
 
-def index_reference(ids, num_experts, alignment, rows):
-    src2dst = np.full(ids.shape, -1, np.int32)
-    dst2src, m_indices = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
-    row = 0
+def index_reference(ids, num_experts, rows, alignment, capacity, tile, with_m_indices):
+    src2dst, m_indices = np.full(ids.shape, -1, np.int32), np.full(rows, -1, np.int32)
+    tiles, masked_m, end = [], [], 0
     for expert in range(num_experts):
-        for token, slot in np.argwhere(ids == expert):
-            src2dst[token, slot], dst2src[row], m_indices[row] = row, token, expert
-            row += 1
-        row += -row % alignment
-    assert row <= rows
-    return src2dst, dst2src, m_indices
+        first = end if capacity is None else expert * capacity
+        assignments = np.argwhere(ids == expert)[:capacity]
+        count = len(assignments)
+        for row, (token, slot) in enumerate(assignments):
+            src2dst[token, slot], m_indices[first + row] = first + row, expert
+        tiles += [(expert, first + i, min(tile, count - i)) for i in range(0, count, tile)]
+        masked_m.append(count)
+        end = first + -(-count // alignment) * alignment
+    assert end <= rows
+    tiles += [(-1, 0, 0)] * (num_tiles(ids.size, num_experts, tile) - len(tiles))
+    return src2dst, np.array(tiles).T, m_indices if with_m_indices else None, np.array(masked_m)
 
 
-def assert_index(ids, num_experts, alignment, spare=0):
-    most = ids.size + min(ids.size, num_experts) * (alignment - 1)
-    rows = -(-most // alignment) * alignment + spare * alignment
-    kwargs = {"num_experts": num_experts, "alignment": alignment, "rows": rows}
-    got = permute_index(jnp.asarray(ids), **kwargs, interpret=True)
+def assert_index(ids, num_experts, alignment, tile, capacity=None, m_indices=False, spare=0):
+    rows = alignment * (num_tiles(ids.size, num_experts, alignment) + spare)
+    kwargs = {"num_experts": num_experts, "alignment": alignment, "tile": tile}
+    kwargs |= {"rows": num_experts * capacity if capacity else rows, "capacity": capacity}
+    kwargs |= {"with_m_indices": m_indices}
+    got = permute_index(jnp.asarray(ids, I32), **kwargs, interpret=INTERPRET)
     for g, w in zip(got, index_reference(ids, **kwargs), strict=True):
-        np.testing.assert_array_equal(g, w)
+        assert w is not None or g is None
+        if w is not None:
+            assert g.dtype == I32
+            np.testing.assert_array_equal(g, w)
+
+
+def random_ids(t, k, num_experts):
+    """Some ids are no expert's, and a token may name an expert twice."""
+    return np.random.default_rng(t).integers(-1, num_experts + 1, (t, k))
+
+
+def test_num_tiles():
+    assert num_tiles(0, 4, 8) == 0 and num_tiles(3, 4, 8) == 3 and num_tiles(129, 4, 128) == 4
 
 
 @pytest.mark.parametrize(
-    ("t", "k", "num_experts", "alignment"), [(1, 1, 4, 8), (3, 3, 5, 32), (17, 2, 130, 8)]
+    ("t", "k", "num_experts", "alignment", "tile", "m_indices"),
+    [
+        (1, 1, 1, 8, 8, True),
+        (3, 3, 5, 32, 64, True),
+        (17, 2, 130, 8, 16, False),
+        (129, 1, 2, 8, 8, False),
+    ],
 )
-def test_permute_index_in_one_block(t, k, num_experts, alignment):
-    ids = np.random.default_rng(t).integers(-1, num_experts + 1, (t, k)).astype(np.int32)
-    assert_index(ids, num_experts, alignment, spare=2)
+def test_permute_index_in_one_block(t, k, num_experts, alignment, tile, m_indices):
+    ids = random_ids(t, k, num_experts)
+    assert_index(ids, num_experts, alignment, tile, m_indices=m_indices, spare=2 * m_indices)
+
+
+def test_permute_index_into_slabs():
+    assert_index(random_ids(17, 2, 3), 3, 8, 16, capacity=24)
+    assert_index(random_ids(17, 2, 3), 3, 8, 8, capacity=8)  # Some do not fit.
 
 
 @pytest.mark.parametrize("skewed", [False, True])
-def test_permute_index_in_many_blocks(monkeypatch, skewed):
-    for name, value in {"SINGLE": 16, "BLOCK": 16, "FAR_UNROLL": 1}.items():
+@pytest.mark.parametrize("blocks", [2, 8])
+def test_permute_index_in_many_blocks(monkeypatch, skewed, blocks):
+    # In two blocks, each takes several chunks.
+    for name, value in {"CHUNK": 16, "BLOCKS": blocks, "FAR_UNROLL": 4}.items():
         monkeypatch.setattr(permute, name, value)
-    ids = np.random.default_rng(0).integers(-1, 5, (11, 3)).astype(np.int32)
-    assert_index(np.full_like(ids, 4) if skewed else ids, 5, 24 if skewed else 8, spare=20)
+    ids = np.full((23, 3), 4) if skewed else random_ids(23, 3, 5)
+    assert_index(ids, 5, 24 if skewed else 8, 24, m_indices=True, spare=20)
+    assert_index(ids, 5, 8, 8, capacity=16 if skewed else 72)
+
+
+@pytest.mark.skipif(INTERPRET, reason="too slow in interpret mode")
+@pytest.mark.parametrize(("t", "k", "num_experts"), [(4001, 8, 256), (3001, 16, 1024)])
+def test_permute_index_of_many_tokens(t, k, num_experts):
+    for ids in (random_ids(t, k, num_experts), np.full((t, k), num_experts - 1)):
+        assert_index(ids, num_experts, 64, 64, m_indices=True)
+        assert_index(ids, num_experts, 8, 128)
+        assert_index(ids, num_experts, 128, 128, capacity=256)
 
 
 def test_permute_index_lowers_for_cuda():
-    cases = [(1, 1, 4, 8), (1, 8, 256, 128), (32, 8, 60, 64), (33, 8, 256, 32)]
-    for t, k, experts, alignment in [*cases, (4001, 8, 128, 128), (16384, 8, 1024, 128)]:
-        rows = -(-(t * k + experts * alignment) // alignment) * alignment
-        fn = functools.partial(permute_index, num_experts=experts, alignment=alignment, rows=rows)
-        assert custom_calls(fn, ((t, k), I32)) == (1 if t * k <= permute.SINGLE else 3)
+    for t, k, experts, alignment, capacity in [
+        (1, 1, 4, 8, None),
+        (32, 8, 60, 64, None),
+        (33, 8, 256, 32, 64),
+        (16384, 8, 256, 128, None),
+        (65536, 16, 1024, 8, 65536),
+    ]:
+        rows = alignment * num_tiles(t * k, experts, alignment)
+        fn = functools.partial(
+            permute_index,
+            num_experts=experts,
+            rows=rows if capacity is None else experts * capacity,
+            alignment=alignment,
+            capacity=capacity,
+            tile=128 if capacity is None else alignment,
+            with_m_indices=capacity is None,
+        )
+        assert custom_calls(fn, ((t, k), I32)) == (1 if t * k <= permute.CHUNK else 2)
 
 
 def test_permute_index_refuses():
+    ids = jnp.zeros((2, 2), I32)
+    kwargs = {"num_experts": 4, "rows": 64, "alignment": 8, "capacity": None, "tile": 8}
+    kwargs |= {"with_m_indices": True}
     with pytest.raises(ValueError, match="alignment=12"):
-        permute_index(jnp.zeros((2, 2), I32), num_experts=4, alignment=12, rows=96)
+        permute_index(ids, **kwargs | {"alignment": 12})
+    with pytest.raises(ValueError, match="capacity=9"):
+        permute_index(ids, **kwargs | {"capacity": 9})
+    with pytest.raises(ValueError, match="contiguous"):
+        permute_index(ids, **kwargs | {"capacity": 16})
 
 
-# --- permute_rows
+# --- permute
 
 
-def mapping(t, k, num_experts=4, alignment=8):
-    ids = np.random.default_rng(t).integers(-1, num_experts, (t, k)).astype(np.int32)
-    rows = (t * k // alignment + num_experts + 1) * alignment
-    src2dst, dst2src, _ = index_reference(ids, num_experts, alignment, rows)
-    return jnp.asarray(src2dst), jnp.asarray(dst2src)
+@pytest.mark.parametrize(
+    ("t", "k", "width", "slabs", "ue8m0"),
+    [
+        (1, 1, 128, 1, False),
+        (3, 2, 384, 4, True),
+        (2, 16, 640, 1, False),
+        (5, 3, 1152, 4, False),
+        (3, 1, 1792, 1, True),
+    ],
+)
+def test_permute(t, k, width, slabs, ue8m0):
+    rows = -(-(t * k + 9) // slabs) * slabs
+    rng = np.random.default_rng(t)
+    src2dst = rng.permutation(rows)[: t * k].reshape(t, k).astype(np.int32)
+    src2dst[1:][rng.random((t - 1, k)) < 0.3] = -1
+    x = np.array(random(1, t, width))
+    x[src2dst.max(1) < 0] = np.nan  # A token that no expert gets.
+    if t > 2:
+        x[0, 5], x[1, 7] = np.inf, 3e38
+    x = jnp.asarray(x, BF16)
+    token, slot = np.nonzero(src2dst >= 0)
+    live = src2dst[token, slot]
+    others = np.setdiff1d(np.arange(rows), live)
+    want_values, want_scales = quant_reference(x, ue8m0)
+    run = functools.partial(permute.permute, x, jnp.asarray(src2dst), rows=rows, slabs=slabs)
+
+    values, scales = run(ue8m0=ue8m0, interpret=INTERPRET)
+    assert values.dtype == FP8 and scales.shape[1] == -(-rows // slabs // 4) * 4
+    scales = row_scales(scales, slabs, rows)
+    np.testing.assert_array_equal(f32(values)[live], f32(want_values)[token])
+    np.testing.assert_array_equal(scales[live], want_scales.T[token])
+    assert_unwritten(values[others])
+    assert_unwritten(scales[others])
+
+    values, nothing = run(group=None, interpret=INTERPRET)
+    assert values.dtype == BF16 and nothing is None
+    np.testing.assert_array_equal(f32(values)[live], f32(x)[token])
+    assert_unwritten(values[others])
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, FP8])
-@pytest.mark.parametrize(("t", "k", "width"), [(1, 1, 128), (3, 2, 384), (5, 3, 1024)])
-def test_permute_rows(monkeypatch, t, k, width, dtype, apart):
-    if apart:
-        monkeypatch.setattr(permute, "MOST_SCALED", 0)
-    src2dst, dst2src = mapping(t, k)
-    live = np.asarray(dst2src) >= 0
-    source = np.asarray(dst2src)[live]
-    values = jnp.asarray(random(0, t, width), dtype)
-    scales = random(1, width // 128, t + 3)
-    scales[:, t:] = np.nan
-    got, got_scales = permute_rows(values, jnp.asarray(scales), src2dst, dst2src, interpret=True)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(f32(got)[live], f32(values)[source])
-    np.testing.assert_array_equal(np.asarray(got_scales)[:, live], scales[:, source])
-    alone, nothing = permute_rows(values, None, src2dst, dst2src, interpret=True)
-    assert nothing is None
-    np.testing.assert_array_equal(f32(alone)[live], f32(values)[source])
+def test_permute_lowers_for_cuda():
+    for t, k, width in [(1, 1, 128), (5, 16, 1152), (3, 2, 2944), (16384, 8, 7168)]:
+        for group, slabs in [(128, 1), (128, 4), (None, 1)]:
+            fn = functools.partial(permute.permute, rows=4 * (t * k + 8), slabs=slabs, group=group)
+            assert custom_calls(fn, ((t, width), BF16), ((t, k), I32)) == 1
 
 
-def test_permute_rows_lowers_for_cuda():
-    for t, k, width in [(1, 1, 128), (5, 16, 1152), (3, 2, 16384), (16384, 8, 7168)]:
-        rows = t * k + 1024
-        maps = ((t, k), I32), ((rows,), I32)
-        for dtype in (BF16, FP8):
-            values, scales = ((t, width), dtype), ((width // 128, t + 3), F32)
-            assert custom_calls(permute_rows, values, scales, *maps) == 1
-            assert custom_calls(permute_rows, values, None, *maps) == 1
-
-
-def test_permute_rows_refuses():
-    src2dst, dst2src = mapping(3, 2)
+def test_permute_refuses():
+    x, src2dst = jnp.zeros((3, 128), BF16), jnp.zeros((3, 2), I32)
     with pytest.raises(ValueError, match="float32"):
-        permute_rows(jnp.zeros((3, 128)), None, src2dst, dst2src)
-    with pytest.raises(ValueError, match="Ts >= 3"):
-        permute_rows(jnp.zeros((3, 128), BF16), jnp.zeros((1, 2)), src2dst, dst2src)
+        permute.permute(x.astype(F32), src2dst, rows=8)
+    with pytest.raises(ValueError, match=r"int32 \[3, k\]"):
+        permute.permute(x, src2dst[:2], rows=8)
+    with pytest.raises(ValueError, match="slabs=3"):
+        permute.permute(x, src2dst, rows=8, slabs=3)
+    with pytest.raises(NotImplementedError, match="group=32"):
+        permute.permute(x, src2dst, rows=8, group=32)
 
 
 # --- unpermute
@@ -295,7 +415,7 @@ def test_unpermute(t, k, h, poison):
     picked = np.where(absent[..., None], 0, f32(rows)[src2dst])
     want = 2.5 * np.einsum("tk,tkh->th", np.where(absent, 0, weights), picked)
     for extra in (None, shared):
-        got = unpermute(rows, src2dst, weights, extra, scaling_factor=2.5, interpret=True)
+        got = unpermute(rows, src2dst, weights, extra, scaling_factor=2.5, interpret=INTERPRET)
         total = want if extra is None else want + f32(shared)
         assert got.dtype == BF16
         np.testing.assert_allclose(f32(got), total, rtol=2**-8, atol=1e-5)
@@ -370,7 +490,10 @@ def test_route(scoring, logits, biased, top_k, num_groups, top_groups):
         "renormalize": biased,
     }
     ids, weights = route(
-        jnp.asarray(logits), None if bias is None else jnp.asarray(bias), **kwargs, interpret=True
+        jnp.asarray(logits),
+        None if bias is None else jnp.asarray(bias),
+        **kwargs,
+        interpret=INTERPRET,
     )
     want_ids, want_weights = route_reference(logits, bias, **kwargs)
     np.testing.assert_array_equal(ids, want_ids)
@@ -380,7 +503,13 @@ def test_route(scoring, logits, biased, top_k, num_groups, top_groups):
 
 def test_route_of_a_row_ignores_other_rows():
     logits = 3 * random(0, 5, 16)
-    kwargs = {"top_k": 4, "num_groups": 2, "top_groups": 1, "renormalize": True, "interpret": True}
+    kwargs = {
+        "top_k": 4,
+        "num_groups": 2,
+        "top_groups": 1,
+        "renormalize": True,
+        "interpret": INTERPRET,
+    }
     fn = jax.jit(functools.partial(route, bias=None, scoring="softmax", **kwargs))
     first = fn(jnp.asarray(logits))
     logits[1:] = 1e3 * random(1, 4, 16)
@@ -421,8 +550,10 @@ def test_route_refuses():
 def test_no_tokens():
     none = jnp.zeros((0, 2), I32)
     assert quant(jnp.zeros((0, 256), BF16))[0].shape == (0, 256)
-    assert (permute_index(none, num_experts=4, alignment=8, rows=16)[1] == -1).all()
-    assert permute_rows(jnp.zeros((0, 128), BF16), None, none, jnp.zeros(8, I32))[0].shape[0] == 8
+    index = {"num_experts": 4, "rows": 16, "alignment": 8, "capacity": None, "tile": 8}
+    _, tiles, m_indices, masked_m = permute_index(none, **index, with_m_indices=True)
+    assert tiles.shape == (3, 0) and (m_indices == -1).all() and (masked_m == 0).all()
+    assert permute.permute(jnp.zeros((0, 128), BF16), none, rows=8)[1].shape == (1, 8)
     rows = jnp.zeros((8, 128), BF16)
     assert unpermute(rows, none, jnp.zeros((0, 2)), None, scaling_factor=1.0).shape == (0, 128)
 
@@ -430,4 +561,4 @@ def test_no_tokens():
 def test_missing_interpret_mode_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax._src.pallas.mosaic_gpu.interpret.params", None)
     with pytest.raises(NotImplementedError, match=r"0\.10\.2 and 0\.11\.2"):
-        quant(jnp.zeros((8, 128), BF16), interpret=True)
+        quant(jnp.zeros((8, 128), BF16), interpret=INTERPRET)
