@@ -18,31 +18,38 @@ PEAK_BYTES = 4.3e12
 """What one H200 reaches: dense matrix rate by recipe, device-to-device copy rate (read + write)."""
 
 
+PACKAGES = ("jax", "jaxlib", "torch", "sgl-deep-gemm", "jax-tvm-ffi", "apache-tvm-ffi", "sglang")
+
+
+def package_version(package: str) -> str | None:
+    """The installed version of a package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def environment() -> dict:
     """GPU and versions, as every line of bench/*.jsonl carries them."""
-    versions = {"python": sys.version.split()[0]}
-    for package in ("jax", "jaxlib", "torch", "sgl-deep-gemm", "jax-tvm-ffi", "apache-tvm-ffi"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = {package: package_version(package) for package in PACKAGES}
+    versions = {"python": sys.version.split()[0]} | {p: v for p, v in found.items() if v}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "gpu": jax.devices()[0].device_kind,
         "versions": versions,
-        "command": " ".join(["python", *_without_out(sys.argv)]),
+        "command": command(),
     }
 
 
-def _without_out(argv: list[str]) -> list[str]:
-    """The command without where its lines went, which is a path of one machine."""
-    kept, words = [], iter(argv)
+def command() -> str:
+    """The command line without where its lines went, which is a path of one machine."""
+    kept, words = ["python"], iter(sys.argv)
     for word in words:
         if word == "--out":
             next(words)
         else:
             kept.append(word)
-    return kept
+    return " ".join(kept)
 
 
 def median_us(call: Callable[[], object], *, repeats: int = 20, warmups: int = 3) -> float:

@@ -1,16 +1,36 @@
-"""Times the whole layer, router included: checks a few tokens first, then writes JSONL.
+"""Times the whole layer, router included, beside its controls: checks first, then writes JSONL.
 
 python scripts/bench_layer.py --shape deepseek_v3 --tokens 1,16,128 --recipe fp8_block
+python scripts/bench_layer.py --stages --shape qwen3_30b --tokens 64
+python scripts/bench_layer.py --command-buffers
+python scripts/bench_layer.py --plot
+
+What the controls need is in `_sglang.py` and `_controls.py`; what cannot run is skipped with the
+reason in the line.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+# torch takes its share of the device's memory beside JAX.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import _bench
+import _controls
+import _plot
+import _sglang
+import _stages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +39,31 @@ from rich.console import Console
 from rich.table import Table
 
 import dgmoe_jax as dg
+
+CONTROLS = ("sglang", "gemms", "ragged_dot")
+DECODE_TOKENS = 64
+COMPILE_SECONDS = 200
+BUFFERS_OFF = "--xla_gpu_enable_command_buffer="
+COLUMNS = {
+    "shape": "shape",
+    "T": "T",
+    "recipe": "recipe",
+    "backend": "backend",
+    "layout": "layout",
+    "alignment": "align",
+    "us": "us",
+    "one_call_us": "one call",
+    "floor_us": "floor",
+    "budget_us": "budget",
+    "gemms_us": "GEMMs",
+    "control_us": "SGLang",
+    "control_eager_us": "eager",
+    "floor_share": "of floor",
+    "control_ratio": "/ SGLang",
+    "tflops": "TFLOP/s",
+    "weight_gb_per_s": "GB/s",
+    "launches": "launches",
+}
 
 
 @dataclass(frozen=True)
@@ -60,117 +105,326 @@ def random_params(cfg: dg.MoEConfig, key: jax.Array) -> dg.MoEParams:
     return dg.MoEParams(gate.astype(jnp.bfloat16), None, experts, None, None)
 
 
-def check(y: jax.Array, x: jax.Array, params: dg.MoEParams, cfg: dg.MoEConfig) -> float:
-    """Relative error of a few tokens against unquantised activations and dequantised weights."""
-    some = np.unique(np.linspace(0, x.shape[0] - 1, 4).astype(int))
-    logits = np.asarray(x[some], np.float64) @ np.asarray(params.gate_weight, np.float64).T
-    routing = dg.route(jnp.asarray(logits, jnp.float32), cfg.router)
+@functools.partial(jax.jit, static_argnames="router")
+def _work(xs: jax.Array, gate: jax.Array, router: dg.RouterConfig) -> _controls.Work:
+    def routed(x):
+        return dg.route(jnp.dot(x, gate.T, preferred_element_type=jnp.float32), router)
 
+    routing = jax.lax.map(routed, xs)
+    return routing.topk_ids, routing.topk_weights
+
+
+def make_work(cfg: dg.MoEConfig, params: dg.MoEParams, num_tokens: int) -> _controls.Work:
+    """Different tokens for as many layers as one program times, and where they go."""
+    layers = max(4, min(32, 2048 // num_tokens))
+    shape = (layers, num_tokens, cfg.hidden_size)
+    xs = jax.random.normal(jax.random.key(num_tokens), shape, jnp.bfloat16)
+    return _controls.Work(xs, *_work(xs, params.gate_weight, cfg.router))
+
+
+@jax.jit
+def _expert(token: jax.Array, e: jax.Array, experts: dg.ExpertWeights) -> jax.Array:
     matvec = functools.partial(jnp.dot, precision="highest")
 
-    @jax.jit
-    def expert(token, e, params):
-        def weight(scaled):
-            scales = None if scaled.scales is None else scaled.scales[e]
-            return dg.dequantize(dg.Scaled(scaled.values[e], scales, scaled.format))
+    def weight(scaled):
+        scales = None if scaled.scales is None else scaled.scales[e]
+        return dg.dequantize(dg.Scaled(scaled.values[e], scales, scaled.format))
 
-        gate, up = jnp.split(matvec(weight(params.experts.w13), token.astype(jnp.float32)), 2)
-        return matvec(weight(params.experts.w2), gate * jax.nn.sigmoid(gate) * up)
+    gate, up = jnp.split(matvec(weight(experts.w13), token.astype(jnp.float32)), 2)
+    return matvec(weight(experts.w2), gate * jax.nn.sigmoid(gate) * up)
 
-    expected = np.zeros((some.size, cfg.hidden_size))
+
+def relative_error(
+    y: jax.Array, x: jax.Array, params: dg.MoEParams, router: dg.RouterConfig
+) -> float:
+    """Of a few tokens against unquantised activations and dequantised weights."""
+    some = np.unique(np.linspace(0, x.shape[0] - 1, 4).astype(int))
+    logits = np.asarray(x[some], np.float64) @ np.asarray(params.gate_weight, np.float64).T
+    routing = dg.route(jnp.asarray(logits, jnp.float32), router)
+    expected = np.zeros((some.size, x.shape[1]))
     for row, token in enumerate(some):
         for e, weight in zip(routing.topk_ids[row], routing.topk_weights[row], strict=True):
-            expected[row] += float(weight) * np.asarray(expert(x[token], e, params))
+            expected[row] += float(weight) * np.asarray(_expert(x[token], e, params.experts))
     got = np.asarray(y[some], np.float64)
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
-def floor_us(cfg: dg.MoEConfig, num_tokens: int, topk_ids: np.ndarray) -> float:
-    """max(FLOPs / peak, bytes of the weights that this routing touches / copy rate)."""
+def bounds(cfg: dg.MoEConfig, work: _controls.Work) -> dict:
+    """FLOPs, bytes of the weights that this routing touches (mean over layers), and the floor:
+    max(FLOPs / peak, weight bytes / copy rate)."""
+    _, tokens, top_k = work.ids.shape
     per_expert = 3 * cfg.hidden_size * cfg.intermediate_size
-    flops = 2 * num_tokens * cfg.router.top_k * per_expert
+    flops = 2 * tokens * top_k * per_expert
     width = 2 if cfg.recipe == "bf16" else 1
-    weight_bytes = np.unique(topk_ids).size * per_expert * width
-    return max(flops / _bench.PEAK_FLOPS[cfg.recipe], weight_bytes / _bench.PEAK_BYTES) * 1e6
+    active = np.mean([np.unique(ids).size for ids in np.asarray(work.ids)])
+    weight_bytes = float(active) * per_expert * width
+    floor = max(flops / _bench.PEAK_FLOPS[cfg.recipe], weight_bytes / _bench.PEAK_BYTES) * 1e6
+    return {"flops": flops, "weight_bytes": weight_bytes, "floor_us": floor}
 
 
-def layers_us(cfg: dg.MoEConfig, params: dg.MoEParams, num_tokens: int, layers: int) -> float:
-    """Device time of one layer: `layers` of them on different tokens inside one program."""
-    xs = jax.random.normal(jax.random.key(3), (layers, num_tokens, cfg.hidden_size), jnp.bfloat16)
-
-    @jax.jit
-    def run(xs, params):
-        def step(carry, x):
-            return carry, dg.moe_layer(x, params, cfg)
-
-        return jax.lax.scan(step, 0, xs, unroll=min(4, layers))[1]
-
-    return (
-        _bench.median_us(lambda: run(xs, params), repeats=10 if num_tokens > 1024 else 20) / layers
-    )
-
-
-def bare_gemms_us(
-    cfg: dg.MoEConfig, params: dg.MoEParams, num_tokens: int, ids: jax.Array
-) -> float:
-    """The control: the layer's two grouped GEMMs alone, by the same backend, in one program."""
-    plan = dg.plan(cfg, num_tokens)
-    index = dg.backends.get("permute_index", "xla")
-    _, _, m_indices = index(
-        ids, num_experts=cfg.num_experts, alignment=plan.alignment, rows=plan.rows
-    )
-    gemm = functools.partial(dg.backends.get("gemm", plan.backend), alignment=plan.alignment)
+def element_bytes(cfg: dg.MoEConfig, num_tokens: int) -> int:
+    """What permute + quantise, act + quantise and unpermute must read and write."""
     fmt = dg.recipes.RECIPES[cfg.recipe].activations
+    assignments = num_tokens * cfg.router.top_k
 
-    def operand(width, seed):
-        x = jax.random.normal(jax.random.key(seed), (plan.rows, width), jnp.bfloat16)
-        return dg.backends.get("quant", "xla")(x) if fmt.group else (x, None)
+    def row(width):
+        return 2 * width if fmt.group is None else width + 4 * width // fmt.group[1]
 
-    a1, a2 = (
-        jax.jit(operand, static_argnums=(0, 1))(cfg.hidden_size, 1),
-        jax.jit(operand, static_argnums=(0, 1))(cfg.intermediate_size, 2),
-    )
-    repeats = 4
-
-    @jax.jit
-    def run(a1, a2, params, m_indices):
-        w13, w2 = params.experts.w13, params.experts.w2
-        outs = []
-        for _ in range(repeats):
-            # The barrier keeps XLA from computing one product for all repetitions.
-            a1, a2, m_indices = jax.lax.optimization_barrier((a1, a2, m_indices))
-            outs.append(gemm(*a1, w13.values, w13.scales, m_indices)[:1])
-            outs.append(gemm(*a2, w2.values, w2.scales, m_indices)[:1])
-        return outs
-
-    return _bench.median_us(lambda: run(a1, a2, params, m_indices), repeats=10) / repeats
+    hidden, inner = cfg.hidden_size, cfg.intermediate_size
+    permute = 2 * hidden * num_tokens + assignments * row(hidden)
+    act = assignments * (4 * inner + row(inner))
+    unpermute = assignments * 2 * hidden + 2 * hidden * num_tokens
+    return permute + act + unpermute
 
 
-def measure(cfg: dg.MoEConfig, params: dg.MoEParams, num_tokens: int) -> dict:
-    """Check, then time, one configuration at one number of tokens."""
-    layer = jax.jit(dg.moe_layer, static_argnames="cfg")
-    x = jax.random.normal(jax.random.key(num_tokens), (num_tokens, cfg.hidden_size), jnp.bfloat16)
-    error = check(layer(x, params, cfg=cfg), x, params, cfg)
+def budget_us(gemms_us: float | None, num_bytes: int, copy_rate: float) -> float | None:
+    """GEMM-only time, the element kernels' bytes at 90 % of the copy rate, and 12 us."""
+    return None if gemms_us is None else gemms_us + num_bytes / (0.9 * copy_rate) * 1e6 + 12
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def layer(x: jax.Array, params: dg.MoEParams, cfg: dg.MoEConfig) -> jax.Array:
+    return dg.moe_layer(x, params, cfg)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _layers(xs: jax.Array, params: dg.MoEParams, cfg: dg.MoEConfig) -> jax.Array:
+    step = lambda carry, x: (carry, dg.moe_layer(x, params, cfg))  # noqa: E731
+    return jax.lax.scan(step, 0, xs, unroll=min(4, xs.shape[0]))[1]
+
+
+def layers_us(cfg: dg.MoEConfig, params: dg.MoEParams, xs: jax.Array) -> float:
+    """Device time of one layer: all of `xs` inside one program."""
+    repeats = 10 if xs.shape[1] > 1024 else 20
+    return _bench.median_us(lambda: _layers(xs, params, cfg), repeats=repeats) / xs.shape[0]
+
+
+def measure(
+    cfg: dg.MoEConfig, params: dg.MoEParams, work: _controls.Work, stages: bool
+) -> tuple[dict, jax.Array]:
+    """Check, then time, one configuration; also its result on the first tokens."""
+    x = work.xs[0]
+    y = layer(x, params, cfg)
+    error = relative_error(y, x, params, cfg.router)
     low, high = (0.0, 0.006) if cfg.recipe == "bf16" else (0.04, 0.05)
     if not low <= error <= high:
-        raise SystemExit(f"{cfg}, T={num_tokens}: relative error {error}, not timed")
-    logits = jax.jit(dg.steps.route.router_logits)(x, params.gate_weight)
-    ids = jax.jit(dg.route, static_argnums=1)(logits, cfg.router).topk_ids
-    plan = dg.plan(cfg, num_tokens)
-    memory = layer.lower(x, params, cfg=cfg).compile().memory_analysis()
-    return {
+        raise ValueError(f"relative error {error}, not timed")
+    plan = dg.plan(cfg, x.shape[0])
+    memory = layer.lower(x, params, cfg).compile().memory_analysis()
+    found = {
         "backend": plan.backend,
         "layout": plan.layout,
         "alignment": plan.alignment,
-        "us": layers_us(cfg, params, num_tokens, max(4, min(32, 2048 // num_tokens))),
-        "one_call_us": _bench.median_us(functools.partial(layer, x, params, cfg=cfg)),
-        "floor_us": floor_us(cfg, num_tokens, np.asarray(ids)),
-        "control": "the layer's two grouped GEMMs alone, same run",
-        "control_us": bare_gemms_us(cfg, params, num_tokens, ids),
+        "capacity": plan.capacity,
+        "rows": plan.rows,
+        "us": layers_us(cfg, params, work.xs),
+        "one_call_us": _bench.median_us(lambda: layer(x, params, cfg)),
         "error": error,
         "bytes_predicted": plan.workspace_bytes,
         "bytes_measured": memory.temp_size_in_bytes,
     }
+    if stages:
+        try:
+            found["stages"] = _stages.stages(lambda: layer(x, params, cfg))
+            found["launches"] = sum(stage["launches"] for stage in found["stages"])
+        except Exception as problem:
+            found["stages_failed"] = _controls.why(problem)
+    return found, y
+
+
+def derived(found: dict, limits: dict, num_bytes: int, copy_rate: float) -> dict:
+    """What follows from the times: rates, shares and the budget."""
+    us, control = found["us"], found.get("control_us")
+    return {
+        "tflops": limits["flops"] / us / 1e6,
+        "weight_gb_per_s": limits["weight_bytes"] / us / 1e3,
+        "floor_us": limits["floor_us"],
+        "floor_share": limits["floor_us"] / us,
+        "control_ratio": us / control if control else None,
+        "budget_us": budget_us(found.get("gemms_us"), num_bytes, copy_rate),
+    }
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+    return str(value)
+
+
+class Bench:
+    """One run: its configurations, the lines they gave, and whether any failed."""
+
+    def __init__(self, out: Path, controls: Iterable[str], stages: bool):
+        self.out, self.controls, self.stages = out, tuple(controls), stages
+        self.console = Console(width=200)
+        self.env = _bench.environment()
+        copy = functools.partial(_bench.copy_bytes_per_s, 2**26)
+        if not _controls.unavailable():
+            copy = _controls.copy_bytes_per_s
+        elif jax.default_backend() == "gpu":
+            copy = _bench.copy_bytes_per_s
+        self.copy_rate = copy()
+        self.failed = 0
+        self.start = time.monotonic()
+        self.console.print(
+            f"{self.env['gpu']}, copy {self.copy_rate / 1e12:.2f} TB/s, times in us",
+            *COLUMNS.values(),
+            sep=" | ",
+            highlight=False,
+        )
+
+    def run(self, name: str, recipe: str, sizes: Iterable[int], configs: list[dict]) -> None:
+        """Every number of tokens in every configuration (backend, layout) of one shape."""
+        s = SHAPES[name]
+        base = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe)
+        params = random_params(base, jax.random.key(0))
+        for num_tokens in sizes:
+            head = {"bench": "layer", **self.env, "copy_bytes_per_s": self.copy_rate}
+            head |= {"shape": name, "E": s.E, "k": s.k, "H": s.H, "I": s.I}
+            head |= {"T": num_tokens, "recipe": recipe}
+            work = make_work(base, params, num_tokens)
+            controls = None
+            for config in configs:
+                cfg = replace(base, **config)
+                try:
+                    found, y = measure(cfg, params, work, self.stages)
+                    self.note(f"{name}, T={num_tokens}: {found['us']:.1f} us; now controls")
+                    # Once, beside the first layer that ran, whose result they are held against.
+                    controls = controls or self.control(cfg, params, work, y)
+                    found |= controls
+                    limits = bounds(cfg, work)
+                    found |= derived(found, limits, element_bytes(cfg, num_tokens), self.copy_rate)
+                except Exception as problem:
+                    self.failed += 1
+                    found = {**config, "failed": f"{type(problem).__name__}: {problem}"}
+                self.report(head | found)
+
+    def control(self, cfg, params, work, y) -> dict:
+        found = {"control": "not asked for", "control_us": None}
+        if "sglang" in self.controls:
+            found = _controls.sglang(cfg, params, work, y)
+        if "gemms" in self.controls:
+            found |= _controls.gemms(cfg, params, work)
+        if "ragged_dot" in self.controls:
+            found |= _controls.ragged_dot(cfg, params, work)
+        return found
+
+    def note(self, text: str) -> None:
+        self.console.print(f"{time.monotonic() - self.start:4.0f} s {text}", style="dim")
+
+    def report(self, record: dict) -> None:
+        _bench.append(self.out, record)
+        if "failed" in record:
+            self.console.print(record["shape"], record["T"], record["failed"], style="red")
+            return
+        self.console.print(" | ".join(cell(record.get(c)) for c in COLUMNS), highlight=False)
+        if not record["control_us"]:
+            self.console.print(f"  {record['control']}", highlight=False)
+        if "stages_failed" in record:
+            self.console.print(f"  stages: {record['stages_failed']}", style="red")
+        if "stages" in record:
+            table = Table("kernel", "launches", "us", "gap before")
+            for stage in record["stages"]:
+                table.add_row(stage["kernel"][:110], *(cell(v) for v in [*stage.values()][1:]))
+            self.console.print(table)
+
+
+def compile_gemms(name: str, recipe: str, sizes: Iterable[int], layout: str) -> None:
+    """DeepGEMM's kernels of one shape and layout, on weights that are zero."""
+    s = SHAPES[name]
+    cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe)
+    types = jax.eval_shape(functools.partial(random_params, cfg), jax.random.key(0))
+    params = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types)
+    for num_tokens in sizes:
+        if layout in _controls.gemm_layouts(num_tokens * s.k / s.E):
+            try:
+                _controls.compile_gemms(cfg, params, num_tokens, layout)
+            except MemoryError:
+                continue
+
+
+def compile_all(names: list[str], recipes: list[str], tokens: str) -> None:
+    """Compile for the controls side by side, before anything is timed.
+
+    DeepGEMM takes some 10 s a kernel and compiles in one thread of a process only.
+    """
+    running = []
+    for name, recipe in itertools.product(names, recipes):
+        s, sizes = SHAPES[name], [int(t) for t in tokens.split(",") if t] or SHAPES[name].tokens
+        for layout in sorted({f for t in sizes for f in _controls.gemm_layouts(t * s.k / s.E)}):
+            command = [sys.executable, __file__, "--compile-gemms", layout, "--shape", name]
+            command += ["--recipe", recipe, "--tokens", ",".join(map(str, sizes))]
+            running.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+    _sglang.unavailable()
+    for process in running:
+        # What did not compile here does so on first use, which shows what is wrong.
+        try:
+            process.wait(COMPILE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def addresses(name: str, recipe: str, sizes: Iterable[int], out: Path) -> None:
+    """Times the layer where buffers keep their addresses from layer to layer and where not."""
+    s = SHAPES[name]
+    cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe)
+    params = random_params(cfg, jax.random.key(0))
+    calls = 32
+
+    def block(x, params):
+        # Normalised, with a residual: no layer's output may decide where all tokens go.
+        x = (x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True))).astype(x.dtype)
+        return x + dg.moe_layer(x, params, cfg)
+
+    fresh, donating = jax.jit(block), jax.jit(block, donate_argnums=0)
+
+    def chain(fn: Callable, x: jax.Array) -> list[jax.Array]:
+        kept = [x + 0]
+        for _ in range(calls):
+            kept.append(fn(kept[-1], params))
+        return kept[-1:] if fn is donating else kept
+
+    for num_tokens in sizes:
+        work = make_work(cfg, params, num_tokens)
+        x = work.xs[0]
+        found = {
+            "scan_us": layers_us(cfg, params, work.xs),
+            "fresh_us": _bench.median_us(lambda x=x: chain(fresh, x)) / calls,
+            "donated_us": _bench.median_us(lambda x=x: chain(donating, x)) / calls,
+        }
+        head = {"bench": "command_buffers", **_bench.environment(), "shape": name}
+        head |= {"E": s.E, "k": s.k, "H": s.H, "I": s.I, "T": num_tokens, "recipe": recipe}
+        head |= {"backend": dg.plan(cfg, num_tokens).backend}
+        head |= {"command_buffers": BUFFERS_OFF not in os.environ.get("XLA_FLAGS", "").split()}
+        _bench.append(out, head | found)
+
+
+def compare_command_buffers(names: list[str], recipe: str, tokens: str, out: Path) -> int:
+    """`addresses` in processes with and without command buffers; 1 if one failed."""
+    console, failed = Console(width=200), 0
+    table = Table("shape", "T", "command buffers", "in a scan", "calls, fresh", "calls, donated")
+    for name, on in itertools.product(names, (True, False)):
+        sizes = tokens or ",".join(str(t) for t in SHAPES[name].tokens if t <= DECODE_TOKENS)
+        if not sizes:
+            continue
+        flags = os.environ.get("XLA_FLAGS", "") + ("" if on else f" {BUFFERS_OFF}")
+        with tempfile.TemporaryDirectory() as folder:
+            lines = Path(folder) / "lines.jsonl"
+            command = [sys.executable, __file__, "--addresses", "--shape", name]
+            command += ["--tokens", sizes, "--recipe", recipe, "--out", str(lines)]
+            done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=False)
+            failed |= done.returncode != 0
+            for line in lines.read_text().splitlines() if lines.exists() else ():
+                record = json.loads(line)
+                record["command"] = _bench.command()
+                _bench.append(out, record)
+                times = (record[n] for n in ("scan_us", "fresh_us", "donated_us"))
+                row = (name, record["T"], "on" if record["command_buffers"] else "off", *times)
+                table.add_row(*map(cell, row))
+    console.print(table)
+    return int(failed)
 
 
 def main(
@@ -178,31 +432,59 @@ def main(
     tokens: str = "",
     recipe: str = "fp8_block",
     backend: str = "auto",
+    layout: str = "auto",
+    controls: str = ",".join(CONTROLS),
+    stages: bool = False,
+    command_buffers: bool = False,
+    addresses_only: bool = typer.Option(False, "--addresses", hidden=True),
+    compile_only: str = typer.Option("", "--compile-gemms", hidden=True),
+    plot: bool = False,
     out: Path = Path("bench/layer.jsonl"),
 ) -> None:
-    """Run every (shape, tokens, recipe, backend), each a comma-separated list; a line each."""
-    console = Console()
-    env = _bench.environment()
-    copy = _bench.copy_bytes_per_s(2**32 if env["gpu"] != "cpu" else 2**26)
-    columns = ("shape", "T", "recipe", "backend", "align", "us", "one call", "GEMMs", "floor", "%")
-    table = Table(*columns, title=f"{env['gpu']}, copy {copy / 1e12:.2f} TB/s, times in us")
-    for name, kind in itertools.product(shape.split(","), recipe.split(",")):
-        s = SHAPES[name]
-        base = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=kind)
-        params = random_params(base, jax.random.key(0))
-        sizes = [int(t) for t in tokens.split(",")] if tokens else s.tokens
-        for num_tokens, which in itertools.product(sizes, backend.split(",")):
-            found = measure(replace(base, backend=which), params, num_tokens)
-            record = {"bench": "layer", **env, "copy_bytes_per_s": copy, "shape": name}
-            record |= {"E": s.E, "k": s.k, "H": s.H, "I": s.I, "T": num_tokens, "recipe": kind}
-            _bench.append(out, record | found)
-            times = [found[n] for n in ("us", "one_call_us", "control_us", "floor_us")]
-            row = [name, num_tokens, kind, found["backend"], found["alignment"]]
-            row += [f"{t:.0f}" for t in times] + [f"{100 * found['floor_us'] / found['us']:.0f}"]
-            table.add_row(*map(str, row))
-            console.print(*row, highlight=False)
-        del params
-    console.print(table)
+    """Every (shape, tokens, recipe, backend, layout), each a comma-separated list; a line each.
+
+    --stages adds time per kernel. --command-buffers compares only the layer with and without
+    XLA's command buffers, at decode sizes; --plot only draws OUT, as a PNG beside it.
+    """
+    if plot:
+        _plot.draw(out, out.with_suffix(".png"))
+        print(out.with_suffix(".png"))
+        return
+    names, recipes = shape.split(","), recipe.split(",")
+    asked = [c for c in controls.split(",") if c]
+    for given, known, option in ((names, SHAPES, "--shape"), (asked, CONTROLS, "--controls")):
+        unknown = set(given) - set(known)
+        if unknown:
+            raise typer.BadParameter(
+                f"{sorted(unknown)}: known are {list(known)}", param_hint=option
+            )
+    if (stages or command_buffers) and jax.default_backend() != "gpu":
+        option = "--stages" if stages else "--command-buffers"
+        raise typer.BadParameter(
+            f"needs a GPU; JAX runs on {jax.default_backend()}", param_hint=option
+        )
+    if command_buffers:
+        raise typer.Exit(compare_command_buffers(names, recipes[0], tokens, out))
+    configs = [
+        {"backend": b, "layout": form}
+        for b, form in itertools.product(backend.split(","), layout.split(","))
+    ]
+    work = [
+        (name, kind, [int(t) for t in tokens.split(",") if t] or SHAPES[name].tokens)
+        for name, kind in itertools.product(names, recipes)
+    ]
+    if addresses_only or compile_only:
+        for one in work:
+            addresses(*one, out) if addresses_only else compile_gemms(*one, compile_only)
+        return
+    if {"sglang", "gemms"} & set(asked) and not _controls.unavailable():
+        compile_all(names, recipes, tokens)
+    bench = Bench(out, asked, stages)
+    for one in work:
+        bench.run(*one, configs)
+    if bench.failed:
+        print(f"{bench.failed} failed", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
