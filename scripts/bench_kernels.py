@@ -1,6 +1,8 @@
 """Times each Pallas kernel against the bytes it must move: checks first, then writes JSONL.
 
-python scripts/bench_kernels.py --tokens 16384
+python scripts/bench_kernels.py --tokens 16,1024,16384
+python scripts/bench_kernels.py --backend emulator --tokens 3 --experts 4 --top-k 2 --hidden 256 \\
+    --inner 128 --out /tmp/kernels.jsonl   # a dry run on a CPU
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import _bench
+import _stages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dgmoe_jax import backends, layouts
-from dgmoe_jax.plan import alignment_for
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,16 @@ class Case:
     `live` picks what is specified of the result (padding rows are not); `tolerance` is relative.
     """
 
-    step: str
+    name: str
     args: tuple
     kwargs: dict
     num_bytes: int
     live: Callable = lambda out: out
     tolerance: float = 0.0
+
+    @property
+    def step(self) -> str:
+        return self.name.split()[0]
 
 
 def size(*arrays) -> int:
@@ -58,11 +64,17 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
     ids, weights = xla("route")(logits, bias, **rule)
     yield Case("route", (logits, bias), rule, size(logits, ids, weights), tolerance=1e-5)
 
-    alignment = alignment_for(tokens * top_k / experts, "deep_gemm")
-    rows = layouts.Contiguous(alignment).rows(tokens * top_k, experts)
-    index = dict(num_experts=experts, alignment=alignment, rows=rows)
-    src2dst, dst2src, m_indices = jax.jit(functools.partial(xla("permute_index"), **index))(ids)
-    yield Case("permute_index", (ids,), index, size(ids, src2dst, dst2src, m_indices))
+    expected = tokens * top_k / experts
+    alignment = tile = 32 if expected < 16 else 64 if expected < 64 else 128
+    capacity = layouts.masked_capacity(tokens, top_k, tile, distinct_ids=True)
+    shared = dict(num_experts=experts, alignment=alignment, tile=tile)
+    masked = dict(rows=experts * capacity, capacity=capacity, with_m_indices=False)
+    yield Case("permute_index masked", (ids,), shared | masked, 2 * size(ids))
+    rows = layouts.contiguous_rows(tokens * top_k, experts, alignment)
+    index = shared | dict(rows=rows, capacity=None, with_m_indices=True)
+    out = jax.jit(functools.partial(xla("permute_index"), **index))(ids)
+    src2dst, tiles, m_indices, _ = out
+    yield Case("permute_index", (ids,), index, size(ids, out))
 
     live_rows = np.flatnonzero(np.asarray(m_indices) >= 0)
     real = live_rows.size
@@ -71,27 +83,25 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
         values, scales = out if isinstance(out, tuple) else (out, None)
         return values[live_rows], None if scales is None else scales[:, live_rows]
 
-    x = normal(tokens, hidden)
-    values, scales = jax.jit(xla("quant"))(x)
     # XLA's own division on a GPU is an ulp off now and then, which moves a value to its neighbour.
-    yield Case(
-        "quant",
-        (x,),
-        {},
-        size(x, values, scales),
-        lambda out: (out[0], out[1][:, :tokens]),
-        tolerance=3e-3,
-    )
+    near = 3e-3
+    x = normal(tokens, hidden)
+    moved = size(x) + tokens * (hidden + hidden // 32)
+    yield Case("quant", (x,), {}, moved, lambda out: (out[0], out[1][:, :tokens]), near)
 
-    moved = size(values, scales) + real * (hidden + hidden // 32)
-    yield Case("permute_rows", (values, scales, src2dst, dst2src), {}, moved, live)
+    flat = dict(rows=rows, slabs=1, ue8m0=False)
+    moved = size(x) + real * (hidden + hidden // 32)
+    yield Case("permute", (x, src2dst), flat | dict(group=128), moved, live, near)
+    moved = size(x) + real * 2 * hidden
+    yield Case("permute bf16", (x, src2dst), flat | dict(group=None), moved, live)
 
     gateup = normal(rows, 2 * inner)
-    silu = dict(activation="silu", params=(None,))
+    silu = dict(tile=tile, alignment=alignment, activation="silu", params=(None,))
     # exp differs in the last bit between compilers, which moves a value to its neighbour.
     moved = real * (5 * inner + inner // 32)
-    yield Case("act_quant", (gateup, m_indices), silu, moved, live, tolerance=3e-3)
-    yield Case("act", (gateup, m_indices), silu, real * 6 * inner, live, tolerance=1e-3)
+    quantised = silu | dict(slabs=1, group=128, ue8m0=False)
+    yield Case("act_quant", (gateup, tiles), quantised, moved, live, near)
+    yield Case("act", (gateup, tiles), silu, real * 6 * inner, live, tolerance=1e-3)
 
     out = normal(rows, hidden)
     moved = real * 2 * hidden + size(x)
@@ -109,19 +119,19 @@ def difference(got, want) -> float:
     return worst
 
 
-def kernel_us(fn: Callable, args: tuple, repeats: int) -> float:
-    """Device time of one call: `repeats` of them in one program."""
+def device_us(fn: Callable, args: tuple) -> tuple[float, float]:
+    """Time of one call's kernels and how many there are; on a CPU wall time, and none."""
+    run = jax.jit(fn)
+    if jax.default_backend() != "gpu":
+        return _bench.median_us(lambda: run(*args), repeats=3, warmups=1), 0
+    kernels = _stages.stages(lambda: run(*args), calls=10)
+    return sum(k["us"] for k in kernels), sum(k["launches"] for k in kernels)
 
-    @jax.jit
-    def run(args):
-        outs = []
-        for _ in range(repeats):
-            # The barrier keeps XLA from computing one result for all repetitions.
-            args = jax.lax.optimization_barrier(args)
-            outs.append(fn(*args))
-        return outs
 
-    return _bench.median_us(lambda: run(args), repeats=10) / repeats
+def copy_us(num_bytes: int) -> float:
+    """Time of a device copy that reads and writes `num_bytes` in all."""
+    source = jax.random.bits(jax.random.key(0), (-(-num_bytes // 2),), jnp.uint8)
+    return device_us(jnp.copy, (source,))[0]
 
 
 def main(
@@ -132,15 +142,13 @@ def main(
     inner: int = 2048,
     backend: str = "pallas",
     only: str = "",
-    repeats: int = 8,
     out: Path = Path("bench/kernels.jsonl"),
 ) -> None:
-    """Check and time every kernel (or those in `only`), the xla backend beside it."""
+    """Check and time every kernel (or those in `only`); the xla backend and a copy beside it."""
     console = Console()
     env = _bench.environment()
-    copy = _bench.copy_bytes_per_s(2**32 if env["gpu"] != "cpu" else 2**24)
-    table = Table("kernel", "T", "us", "GB/s", "% of copy", "xla us", "difference")
-    table.title = f"{env['gpu']}, copy {copy / 1e12:.2f} TB/s"
+    columns = "kernel", "T", "us", "launches", "GB/s", "% of copy", "xla us", "difference"
+    table = Table(*columns, title=env["gpu"])
     for num_tokens in map(int, tokens.split(",")):
         for case in cases(num_tokens, experts, top_k, hidden, inner):
             if only and case.step not in only.split(","):
@@ -153,22 +161,23 @@ def main(
             differs = difference(got, want)
             del got, want
             if not differs <= case.tolerance:
-                raise SystemExit(f"{case.step}, T={num_tokens}: differs by {differs}, not timed")
-            us = kernel_us(fn, case.args, repeats)
-            control_us = kernel_us(control, case.args, repeats)
-            rate = case.num_bytes / us * 1e6
-            record = {"bench": "kernel", **env, "kernel": case.step, "backend": backend}
+                raise SystemExit(f"{case.name}, T={num_tokens}: differs by {differs}, not timed")
+            us, launches = device_us(fn, case.args)
+            control_us, copied_us = device_us(control, case.args)[0], copy_us(case.num_bytes)
+            record = {"bench": "kernel", **env, "kernel": case.name, "backend": backend}
             record |= {"T": num_tokens, "E": experts, "k": top_k, "H": hidden, "I": inner}
-            record |= {"us": us, "bytes": case.num_bytes, "bytes_per_s": rate}
-            record |= {"copy_bytes_per_s": copy, "control": "xla", "control_us": control_us}
+            record |= {"us": us, "launches": launches, "bytes": case.num_bytes}
+            record |= {"bytes_per_s": case.num_bytes / us * 1e6, "copy_us": copied_us}
+            record |= {"control": "xla", "control_us": control_us}
             _bench.append(out, record)
             row = (
                 f"{us:.1f}",
-                f"{rate / 1e9:.0f}",
-                f"{100 * rate / copy:.0f}",
+                f"{launches:.3g}",
+                f"{case.num_bytes / us / 1e3:.0f}",
+                f"{100 * copied_us / us:.0f}",
                 f"{control_us:.1f}",
             )
-            table.add_row(case.step, str(num_tokens), *row, f"{differs:.1e}")
+            table.add_row(case.name, str(num_tokens), *row, f"{differs:.1e}")
     console.print(table)
 
 
