@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dgmoe_jax as dg
+from dgmoe_jax import layouts
 
 TOLERANCE = 0.02
 """Largest relative difference from the layer at which SGLang's flow is timed: it rounds the
@@ -241,7 +242,7 @@ def _gemm_pair(
         tail = (-(-assignments // num_experts),)
     else:
         alignment = int(layout.split()[1])
-        shape = (contiguous_rows(assignments, num_experts, alignment),)
+        shape = (layouts.contiguous_rows(assignments, num_experts, alignment),)
         who = torch.from_numpy(np.stack([m_indices(c, alignment, *shape) for c in counts])).cuda()
         deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
         tail = ()
@@ -292,12 +293,6 @@ def _fill(a: Any, rows: int) -> None:
     for start in range(0, rows, len(chunk)):
         part = a[..., start : min(start + len(chunk), rows), :]
         part.copy_(chunk[: part.shape[-2]])
-
-
-def contiguous_rows(assignments: int, num_experts: int, alignment: int) -> int:
-    """Rows that a static program must have: no routing of so many assignments needs more."""
-    nonempty = min(assignments, num_experts)
-    return alignment * (nonempty + (assignments - nonempty) // alignment)
 
 
 def m_indices(counts: np.ndarray, alignment: int, rows: int) -> np.ndarray:

@@ -1,18 +1,10 @@
-"""Inputs from public bug reports of other mixture-of-experts layers, one test each.
-
-At the end: what the layer's bench reports, and what it refuses.
-"""
+"""Inputs from public bug reports of other mixture-of-experts layers, one test each."""
 
 import dataclasses
-import json
-import sys
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import typer
 from conftest import (
     bf16,
     error,
@@ -29,17 +21,9 @@ from conftest import (
     tokens,
     walk,
 )
-from typer.testing import CliRunner
 
 import dgmoe_jax as dg
 from dgmoe_jax import reference
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import _controls
-import _plot
-import _stages
-import bench_layer
 
 
 def route(logits, backend, **router):
@@ -175,112 +159,3 @@ def test_h_values_at_and_past_the_range_quantise_without_nan(backend, ue8m0):
     # e4m3 keeps four significant bits: half a unit in the last place is 2**-4 of the value.
     np.testing.assert_allclose(back[:5], f64(x)[0, :5], rtol=2**-4)
     np.testing.assert_array_equal(back[5:], 0.0)
-
-
-def bench(*options):
-    app = typer.Typer()
-    app.command()(bench_layer.main)
-    return CliRunner().invoke(app, list(map(str, options)))
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-FIELDS = set(bench_layer.COLUMNS) - {"launches"} | {"bench", "gpu", "versions", "command"}
-FIELDS |= {"E", "k", "H", "I", "control", "bytes_predicted", "bytes_measured", "copy_bytes_per_s"}
-
-
-def test_bench_a_line_has_every_field_and_says_why_a_control_is_missing(tmp_path):
-    out = tmp_path / "layer.jsonl"
-    done = bench("--shape", "tiny", "--tokens", 1, "--backend", "xla", "--out", out)
-    assert done.exit_code == 0, done.output
-    (line,) = lines(out)
-    assert set(line) >= FIELDS
-    assert (
-        line["us"] > 0 and line["layout"] == "contiguous" and str(tmp_path) not in line["command"]
-    )
-    assert line["ragged_dot_us"] is None and "bf16" in line["ragged_dot_skipped"]
-    if _controls.unavailable():
-        assert line["control_us"] is None and "skipped" in line["control"]
-        assert line["gemms_us"] is line["budget_us"] is line["control_ratio"] is None
-        assert "skipped" in line["gemms_layout"]
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="these backends run on a GPU")
-def test_bench_a_failure_is_recorded_and_the_rest_goes_on(tmp_path):
-    out = tmp_path / "layer.jsonl"
-    options = ("--shape", "tiny", "--tokens", 1, "--controls", "", "--out", out)
-    done = bench(*options, "--backend", "pallas,xla")
-    assert done.exit_code == 1
-    failed, fine = lines(out)
-    assert "needs an NVIDIA GPU" in failed["failed"] and failed["backend"] == "pallas"
-    assert fine["us"] > 0 and fine["control"] == "not asked for"
-    for option in ("--stages", "--command-buffers"):
-        refused = bench(*options, option)
-        assert refused.exit_code == 2 and "needs a GPU" in refused.output
-    assert "known" in bench("--shape", "huge").output
-    with pytest.raises(RuntimeError, match="need a GPU"):
-        _stages.stages(lambda: None)
-    assert len(lines(out)) == 2
-
-
-def test_bench_floor_and_budget_are_those_of_the_issue():
-    s = bench_layer.SHAPES["deepseek_v3"]
-    cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe="fp8_block")
-    ids = jnp.asarray([[[0, 1, 2, 3, 4, 5, 6, 7]], [[8, 9, 10, 11, 12, 13, 14, 14]]])
-    limits = bench_layer.bounds(cfg, _controls.Work(None, ids, None))
-    per_expert = 3 * 7168 * 2048
-    assert limits["flops"] == 16 * per_expert and limits["weight_bytes"] == 7.5 * per_expert
-    assert limits["floor_us"] == pytest.approx(7.5 * per_expert / 4.3e12 * 1e6)
-    bf16 = dataclasses.replace(cfg, recipe="bf16")
-    assert bench_layer.bounds(bf16, _controls.Work(None, ids, None))["weight_bytes"] == (
-        15 * per_expert
-    )
-    # One token, FP8: x in and y out, 8 rows with scales out, 8 gate/up in, 8 act out, 8 rows in.
-    moved = 2 * 2 * 7168 + 8 * (7168 + 224 + 4 * 2048 + 2048 + 64 + 2 * 7168)
-    assert bench_layer.element_bytes(cfg, 1) == moved
-    assert bench_layer.budget_us(100.0, 9 * 10**6, 1e12) == pytest.approx(100 + 10 + 12)
-    assert bench_layer.budget_us(None, 1, 1.0) is None
-
-
-def test_bench_rows_of_the_bare_gemms_start_aligned_and_pad_with_minus_one():
-    got = _controls.m_indices(np.array([3, 0, 5]), 4, 16)
-    np.testing.assert_array_equal(got, [0] * 3 + [-1] + [2] * 5 + [-1] * 7)
-    assert _controls.gemm_layouts(4) == ["masked", "contiguous 32", "contiguous 128"]
-    assert _controls.gemm_layouts(500) == ["masked", "contiguous 128"]
-    assert _controls.best({"masked": "MemoryError", "contiguous 128": 7.0}) == "contiguous 128"
-    assert _controls.best({"masked": "MemoryError"}) is None
-
-
-def test_bench_stages_are_per_call_and_the_pauses_between_calls_are_no_gap():
-    us = 1000
-    events = []
-    for call in range(3):
-        start = call * 1000 * us
-        events += [(start, 10 * us, "route"), (start + 12 * us, 100 * us, "gemm")]
-        events += [(start + 113 * us, 50 * us, "gemm")]
-    route, gemm = _stages.summary(events[::-1], 3)
-    assert (gemm["kernel"], gemm["launches"], gemm["us"]) == ("gemm", 2, 150)
-    assert (route["launches"], route["us"]) == (1, 10)
-    assert gemm["gap_us"] == 3
-
-
-def test_bench_plot_takes_each_last_line_and_the_fastest_configuration(tmp_path):
-    head = {"bench": "layer", "shape": "tiny", "E": 8, "k": 2, "H": 256, "I": 128}
-    head |= {"recipe": "fp8_block", "layout": "contiguous", "floor_us": 5.0, "control_us": 30.0}
-    head["control"] = "SGLang 0.5.21"
-    out = tmp_path / "layer.jsonl"
-    found = [(1, "xla", 10.0), (1, "xla", 20.0), (1, "pallas", 15.0), (64, "pallas", 40.0)]
-    for tokens_, backend, us in found:
-        line = head | {"T": tokens_, "backend": backend, "us": us}
-        with out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    with out.open("a") as file:
-        file.write(json.dumps(head | {"T": 1, "backend": "xla", "failed": "OOM"}) + "\n")
-    (curve,) = _plot.curves(lines(out)).values()
-    times = {"floor_us": 5.0, "control_us": 30.0}
-    assert curve == {1: {"us": 15.0, **times}, 64: {"us": 40.0, **times}}
-    done = bench("--plot", "--out", out)
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
