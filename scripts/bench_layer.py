@@ -4,6 +4,7 @@ python scripts/bench_layer.py --shape deepseek_v3 --tokens 1,16,128 --recipe fp8
 python scripts/bench_layer.py --stages --shape qwen3_30b --tokens 64
 python scripts/bench_layer.py --command-buffers
 python scripts/bench_layer.py --plot
+python scripts/bench_layer.py --table
 
 What the controls need is in `_sglang.py` and `_controls.py`; what cannot run is skipped with the
 reason in the line.
@@ -28,7 +29,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import _bench
 import _controls
-import _plot
+import _report
 import _sglang
 import _stages
 import jax
@@ -443,15 +444,21 @@ def main(
     addresses_only: bool = typer.Option(False, "--addresses", hidden=True),
     compile_only: str = typer.Option("", "--compile-gemms", hidden=True),
     plot: bool = False,
+    table: bool = False,
     out: Path = Path("bench/layer.jsonl"),
 ) -> None:
     """Every (shape, tokens, recipe, backend, layout), each a comma-separated list; a line each.
 
     --stages adds time per kernel. --command-buffers compares only the layer with and without
-    XLA's command buffers, at decode sizes; --plot only draws OUT, as a PNG beside it.
+    XLA's command buffers, at decode sizes; --plot only draws OUT, as a PNG beside it, and --table
+    only prints it, as the README has it.
     """
+    if table:
+        for kind in recipe.split(","):
+            print(_report.table(_report.read(out), kind))
+        return
     if plot:
-        _plot.draw(out, out.with_suffix(".png"))
+        _report.draw(out, out.with_suffix(".png"))
         print(out.with_suffix(".png"))
         return
     names, recipes = shape.split(","), recipe.split(",")

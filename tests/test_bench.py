@@ -17,7 +17,7 @@ import dgmoe_jax as dg
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import _controls
-import _plot
+import _report
 import _stages
 import bench_layer
 
@@ -111,10 +111,10 @@ def test_stages_are_per_call_and_the_pauses_between_calls_are_no_gap():
     assert gemm["gap_us"] == 3
 
 
-def test_plot_takes_each_last_line_and_the_fastest_configuration(tmp_path):
+def test_plot_and_table_take_each_last_line_and_the_fastest_configuration(tmp_path):
     head = {"bench": "layer", "shape": "tiny", "E": 8, "k": 2, "H": 256, "I": 128}
     head |= {"recipe": "fp8_block", "layout": "contiguous", "floor_us": 5.0, "control_us": 30.0}
-    head["control"] = "SGLang 0.5.21"
+    head |= {"control": "SGLang 0.5.21", "one_call_us": 50.0}
     out = tmp_path / "layer.jsonl"
     found = [(1, "xla", 10.0), (1, "xla", 20.0), (1, "pallas", 15.0), (64, "pallas", 40.0)]
     for tokens_, backend, us in found:
@@ -123,9 +123,12 @@ def test_plot_takes_each_last_line_and_the_fastest_configuration(tmp_path):
             file.write(json.dumps(line) + "\n")
     with out.open("a") as file:
         file.write(json.dumps(head | {"T": 1, "backend": "xla", "failed": "OOM"}) + "\n")
-    (curve,) = _plot.curves(lines(out)).values()
-    times = {"floor_us": 5.0, "control_us": 30.0}
-    assert curve == {1: {"us": 15.0, **times}, 64: {"us": 40.0, **times}}
+    ((curve,),) = [_report.fastest(lines(out)).values()]
+    assert {t: record["us"] for t, record in curve.items()} == {1: 15.0, 64: 40.0}
+    assert _report.sglang_us(curve[1]) == 30.0
+    text = bench("--table", "--out", out).output.splitlines()
+    assert text[2].split(" | ")[:5] == ["| 8, 2, 256, 128 (tiny)", "1", "**15**", "30", "0.50"]
+    assert text[3].split(" | ")[2:5] == ["40", "**30**", "1.33"]
     done = bench("--plot", "--out", out)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,104 @@
+"""Reads bench/layer.jsonl: the README's table, and time against tokens as a plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+COLORS = {"fp8_block": "tab:blue", "bf16": "tab:orange"}
+SHAPE = ("E", "k", "H", "I")
+OURS = {"pallas": "ours", "deep_gemm": "DeepGEMM"}
+
+
+def read(source: Path) -> list[dict]:
+    """The file's lines."""
+    return [json.loads(line) for line in source.read_text().splitlines() if line]
+
+
+def fastest(records: list[dict]) -> dict[tuple, dict]:
+    """(shape, recipe) -> T -> the fastest configuration's line, of each configuration the last."""
+    last = {}
+    for record in records:
+        if record.get("bench") == "layer" and record.get("us"):
+            key = [record[n] for n in (*SHAPE, "T", "recipe", "backend", "layout")]
+            last[tuple(key)] = record
+    found: dict[tuple, dict] = {}
+    for record in sorted(last.values(), key=lambda record: -record["us"]):
+        shape = (record.get("shape"), *(record[n] for n in SHAPE))
+        found.setdefault((shape, record["recipe"]), {})[record["T"]] = record
+    return found
+
+
+def sglang_us(record: dict) -> float | None:
+    """The control, where it is SGLang."""
+    is_sglang = record.get("control", "").startswith("SGLang")
+    return record.get("control_us") if is_sglang else None
+
+
+def table(records: list[dict], recipe: str) -> str:
+    """Markdown: a row for each shape and number of tokens, times in us, the shorter one bold."""
+
+    def cell(us: float | None, bold: bool = False) -> str:
+        return "-" if us is None else f"**{us:.0f}**" if bold else f"{us:.0f}"
+
+    lines = [
+        "| E, k, H, I | T | this layer | SGLang | ratio | floor | of floor | GEMM, layout"
+        " | from Python | SGLang eager |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (shape, kind), at in fastest(records).items():
+        if kind != recipe:
+            continue
+        name = f"{', '.join(map(str, shape[1:]))} ({shape[0]})"
+        for tokens, record in sorted(at.items()):
+            us, control = record["us"], sglang_us(record)
+            row = [
+                name,
+                str(tokens),
+                cell(us, control is None or us <= control),
+                cell(control, control is not None and control < us),
+                "-" if control is None else f"{us / control:.2f}",
+                cell(record["floor_us"]),
+                f"{100 * record['floor_us'] / us:.0f} %",
+                f"{OURS.get(record['backend'], record['backend'])}, {record['layout']}",
+                cell(record["one_call_us"]),
+                cell(record.get("control_eager_us")),
+            ]
+            lines.append(f"| {' | '.join(row)} |")
+            name = ""
+    return "\n".join(lines)
+
+
+def draw(source: Path, target: Path) -> None:
+    """Write the PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
+
+    found = fastest(read(source))
+    if not found:
+        raise ValueError(f"{source}: no timed layer in it")
+    shapes = list(dict.fromkeys(shape for shape, _ in found))
+    figure = Figure(figsize=(4.6 * len(shapes), 4.2), layout="constrained")
+    for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
+        for recipe, color in COLORS.items():
+            points = sorted(found.get((shape, recipe), {}).items())
+            for us, label, style in (
+                (lambda r: r["us"], "dgmoe_jax", {"marker": "o", "lw": 1.8}),
+                (sglang_us, "SGLang", {"marker": "s", "ls": "--", "lw": 1.2}),
+                (lambda r: r["floor_us"], "floor", {"ls": ":", "lw": 1.2}),
+            ):
+                line = [(t, us(record)) for t, record in points if us(record)]
+                if line:
+                    axes.plot(
+                        *zip(*line, strict=True), color=color, label=f"{label}, {recipe}", **style
+                    )
+        axes.set(yscale="log", xlabel="tokens", ylabel="µs per layer")
+        axes.set_xscale("log", base=2)
+        ticks = sorted({t for (s, _), at in found.items() if s == shape for t in at})
+        axes.set_xticks(ticks, labels=list(map(str, ticks)))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
+        axes.set_title("{}: {} experts, top {}, {} x {}".format(*shape), fontsize=9)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8)
+    figure.savefig(target, dpi=130)
