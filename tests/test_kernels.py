@@ -282,13 +282,13 @@ def test_permute_index_into_slabs():
 
 
 @pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize("blocks", [2, 8])
-def test_permute_index_in_many_blocks(monkeypatch, skewed, blocks):
-    # In two blocks, each takes several chunks.
-    for name, value in {"CHUNK": 16, "BLOCKS": blocks, "FAR_UNROLL": 4}.items():
+def test_permute_index_in_many_blocks(monkeypatch, skewed):
+    # Two blocks count, three place two chunks each; or each has a chunk.
+    for name, value in {"FEW": 16, "CHUNK": 16, "BLOCKS": 2, "FAR_UNROLL": 4}.items():
         monkeypatch.setattr(permute, name, value)
     ids = np.full((23, 3), 4) if skewed else random_ids(23, 3, 5)
     assert_index(ids, 5, 24 if skewed else 8, 24, m_indices=True, spare=20)
+    monkeypatch.setattr(permute, "BLOCKS", 8)
     assert_index(ids, 5, 8, 8, capacity=16 if skewed else 72)
 
 
@@ -319,7 +319,7 @@ def test_permute_index_lowers_for_cuda():
             tile=128 if capacity is None else alignment,
             with_m_indices=capacity is None,
         )
-        assert custom_calls(fn, ((t, k), I32)) == (1 if t * k <= permute.CHUNK else 2)
+        assert custom_calls(fn, ((t, k), I32)) == (1 if t * k <= permute.FEW else 2)
 
 
 def test_permute_index_refuses():
