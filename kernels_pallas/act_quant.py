@@ -126,12 +126,14 @@ def _gated(
     size = tile_rows(m, ROWS if alignment % ROWS == 0 else 8)
     steps = pl.cdiv(min(tile, m), size)
     each = min(steps, max(1, count * steps * groups // BLOCKS))
+    parts = pl.cdiv(steps, each)
     layout = row_layout(size)
 
     def kernel(gateup_ref, tiles_ref, *out_refs):
-        index, g = lax.axis_index("n"), lax.axis_index("g")
+        block = lax.axis_index("b")
+        part, g = lax.div(block, groups), lax.rem(block, groups)
+        index, first = lax.div(part, parts), lax.rem(part, parts) * each
         row, live = tiles_ref[1, index], tiles_ref[2, index]
-        first = lax.axis_index("s") * each
         mine = jnp.minimum(lax.div(live + (size - 1), size) - first, each)
 
         def rows(i):  # Where M is no multiple of a step, the last one starts early.
@@ -160,7 +162,7 @@ def _gated(
     return launch(
         kernel,
         out_types,
-        grid={"n": count, "s": pl.cdiv(steps, each), "g": groups},
+        grid={"b": count * parts * groups},  # One dimension: others end at 65535.
         interpret=interpret,
         barriers=False,
         approx_math=activation != "situ",

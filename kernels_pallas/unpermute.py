@@ -49,11 +49,13 @@ def unpermute(
     vec = min(8, pow2_floor(h // THREADS))
     chunk = vec * THREADS
     layout = vector(chunk, vec)
+    chunks = pl.cdiv(h, chunk)
 
     def kernel(rows_ref, src2dst_ref, weights_ref, *refs):
         *shared_ref, out_ref = refs
-        token = lax.axis_index("t")
-        columns = pl.ds(jnp.minimum(lax.axis_index("h") * chunk, h - chunk), chunk)
+        block = lax.axis_index("b")
+        token = lax.div(block, chunks)
+        columns = pl.ds(jnp.minimum(lax.rem(block, chunks) * chunk, h - chunk), chunk)
         dst = [src2dst_ref[token, j] for j in range(k)]
         weights = [weights_ref[token, j] for j in range(k)]
         # Every load is issued before the first use; slots without a row read row 0 and drop it.
@@ -72,7 +74,7 @@ def unpermute(
     return launch(
         kernel,
         jax.ShapeDtypeStruct((t, h), BF16),
-        grid={"t": t, "h": -(-h // chunk)},
+        grid={"b": t * chunks},  # One dimension: others end at 65535.
         interpret=interpret,
         barriers=False,
     )(*operands)

@@ -3,6 +3,7 @@ and their lowering for CUDA at the sizes they are made for."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dgmoe_jax.kernels_pallas import permute
+from dgmoe_jax.kernels_pallas import _common, permute
 from dgmoe_jax.kernels_pallas.act_quant import act, act_quant
 from dgmoe_jax.kernels_pallas.permute import num_tiles, permute_index
 from dgmoe_jax.kernels_pallas.quant import quant
@@ -281,14 +282,17 @@ def test_permute_index_into_slabs():
     assert_index(random_ids(17, 2, 3), 3, 8, 8, capacity=8)  # Some do not fit.
 
 
-@pytest.mark.parametrize("skewed", [False, True])
-def test_permute_index_in_many_blocks(monkeypatch, skewed):
-    # Two blocks count, three place two chunks each; or each has a chunk.
+@pytest.mark.parametrize(("t", "k", "skewed"), [(23, 3, False), (16, 4, True)])
+def test_permute_index_in_many_blocks(monkeypatch, t, k, skewed):
+    # Two blocks count, each place several chunks; or they count and place one.
     for name, value in {"FEW": 16, "CHUNK": 16, "BLOCKS": 2, "FAR_UNROLL": 4}.items():
         monkeypatch.setattr(permute, name, value)
-    ids = np.full((23, 3), 4) if skewed else random_ids(23, 3, 5)
+    ids = np.full((t, k), 4) if skewed else random_ids(t, k, 5)
     assert_index(ids, 5, 24 if skewed else 8, 24, m_indices=True, spare=20)
     monkeypatch.setattr(permute, "BLOCKS", 8)
+    # Memory that nothing wrote holds legal ids.
+    zeros = dataclasses.replace(_common.interpreter(), uninitialized_memory="zero")
+    monkeypatch.setattr(_common, "interpreter", lambda: zeros)
     assert_index(ids, 5, 8, 8, capacity=16 if skewed else 72)
 
 
