@@ -55,7 +55,7 @@ def permute_index(
         )
     if alignment < 8 or alignment % 8 or tile < 8 or tile % alignment:
         raise ValueError(
-            f"alignment={alignment}, tile={tile}; they must be multiples of 8 and of each other"
+            f"alignment={alignment}, tile={tile}; they must be multiples of 8, tile of alignment"
         )
     if capacity is not None and (capacity % alignment or rows != num_experts * capacity):
         raise ValueError(
@@ -229,6 +229,7 @@ def _place_few(
 
 
 def _store_masked_m(ref, counts: Array, capacity: int | None, num_experts: int, smem, regs) -> None:
+    """The first E of counts [lanes], clipped to `capacity`."""
     (lanes,) = counts.shape
     smem[pl.ds(0, lanes)] = counts if capacity is None else jnp.minimum(counts, capacity)
     plgpu.commit_smem()
@@ -258,6 +259,7 @@ def _store_tiles(ref, columns: tuple, smem, part: Array, share: int, count: int,
 
 
 def _write_all_m_indices(ref, rows_smem, ids_smem, n: int, rows: int, regs: Registers) -> None:
+    """-1 everywhere, then each assignment's expert at its row."""
     width = min(512, pow2_floor(rows))
     nothing = regs.full((width,), -1, vector(width, 4))
 
@@ -290,7 +292,8 @@ def _place_many(
     with_m_indices: bool,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """`_place_few` of any number. A block places `chunks` chunks, experts' rows in a table."""
+    """`_place_few` for any number. A block ranks its ids chunk by chunk, and looks up where each
+    expert's rows have come to in a table."""
     n, lanes, most_tiles = ids.shape[0], _lanes(num_experts), num_tiles(ids.size, num_experts, tile)
     counted = min(MOST_CHUNKS, pl.cdiv(pl.cdiv(n, CHUNK * BLOCKS), SPLIT) * SPLIT)
     counts = _count_in_blocks(ids, num_experts, counted, interpret)
