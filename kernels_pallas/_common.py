@@ -50,7 +50,8 @@ def launch(
     barriers: bool = True,
     approx_math: bool = False,
 ) -> Callable:
-    """`plgpu.kernel` over `grid` (name -> size; the last name varies fastest).
+    """`plgpu.kernel` over `grid` (name -> size; the last name varies fastest). A profile shows the
+    name of `body`.
 
     `barriers=False` is for bodies in which no thread reads memory that another thread of the
     block wrote, unless `plgpu.commit_smem` (a barrier) stands between. `approx_math` allows the

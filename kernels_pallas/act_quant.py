@@ -129,7 +129,7 @@ def _gated(
     parts = pl.cdiv(steps, each)
     layout = row_layout(size)
 
-    def kernel(gateup_ref, tiles_ref, *out_refs):
+    def gate_up(gateup_ref, tiles_ref, *out_refs):
         block = lax.axis_index("b")
         part, g = lax.div(block, groups), lax.rem(block, groups)
         index, first = lax.div(part, parts), lax.rem(part, parts) * each
@@ -160,7 +160,7 @@ def _gated(
     # The hardware's exp2 is the one that the library calls, less its care for subnormals, which
     # cannot matter beside 1; the hardware's tanh has 11 bits, which would.
     return launch(
-        kernel,
+        gate_up,
         out_types,
         grid={"b": count * parts * groups},  # One dimension: others end at 65535.
         interpret=interpret,

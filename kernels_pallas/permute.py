@@ -161,7 +161,7 @@ def _place_few(
     regs = Registers(interpret)
     by_slot, by_expert, by_tile = vector(size), vector(lanes), vector(width)
 
-    def kernel(ids_ref, src2dst_ref, tiles_ref, masked_m_ref, *refs):
+    def place_all(ids_ref, src2dst_ref, tiles_ref, masked_m_ref, *refs):
         *m_indices_ref, ids_smem, opens_smem, rows_smem, tile_smem, out_smem = refs
         part = lax.axis_index("b") - 1
         none = regs.full((size,), 0, by_slot)
@@ -219,7 +219,7 @@ def _place_few(
 
     smem = [size, size, size, size, max(lanes, 3 * width)]
     return launch(
-        kernel,
+        place_all,
         _out_types(n, most_tiles, num_experts, rows, with_m_indices),
         grid={"b": 1 + pl.cdiv(most_tiles, width)},
         scratch=tuple(plgpu.SMEM((length,), I32) for length in smem),
@@ -601,7 +601,7 @@ def permute(
     if scaled:
         out_types.append(jax.ShapeDtypeStruct((slabs, groups, pl.cdiv(capacity, 4) * 4), F32))
 
-    def kernel(x_ref, src2dst_ref, values_ref, *scales_ref):
+    def move(x_ref, src2dst_ref, values_ref, *scales_ref):
         token, column = lax.axis_index("t"), lax.axis_index("g")
         dst = [src2dst_ref[token, j] for j in range(k)]
 
@@ -630,7 +630,7 @@ def permute(
         out = [jnp.zeros(o.shape, o.dtype) for o in out_types]
     else:
         out = launch(
-            kernel,
+            move,
             tuple(out_types),
             # A column of all tokens at a time: 384 us for 16384 x 7168 to 8 rows each, against 446,
             # of which the scales' scattered 4 bytes are 70 and 134.

@@ -39,13 +39,13 @@ def quant(
     tile = tile_rows(m, TILE)
     layout = row_layout(tile)
 
-    def kernel(x_ref, values_ref, scales_ref):
+    def quantise(x_ref, values_ref, scales_ref):
         rows, g = block_rows(lax.axis_index("m"), tile, m), lax.axis_index("g")
         x = regs.load(x_ref.at[rows, g, :], layout).astype(F32)
         values_ref[rows, g, :], scales_ref[g, rows] = quantize_tile(x, layout, ue8m0, regs)
 
     values, scales = launch(
-        kernel,
+        quantise,
         (jax.ShapeDtypeStruct((m, k // GROUP, GROUP), FP8), out_type[1]),
         grid={"m": -(-m // tile), "g": k // GROUP},
         interpret=interpret,

@@ -62,7 +62,7 @@ def route(
     tile = 4 if t >= 4 else 1  # rows of a block, one a warp; a single row is every warp's
     experts = _Experts(num_experts, tile, Registers(interpret))
 
-    def kernel(logits_ref, *refs):
+    def choose(logits_ref, *refs):
         *bias_ref, ids_ref, weights_ref = refs
         block = lax.axis_index("t")
         # The last block overlaps its neighbour rather than pass the end: both write equal bytes.
@@ -98,7 +98,7 @@ def route(
             weights_ref[rows, slot] = weight
 
     operands = (logits,) if bias is None else (logits, bias)
-    return launch(kernel, out_type, grid={"t": -(-t // tile)}, interpret=interpret, barriers=False)(
+    return launch(choose, out_type, grid={"t": -(-t // tile)}, interpret=interpret, barriers=False)(
         *operands
     )
 

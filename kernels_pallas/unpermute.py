@@ -51,7 +51,7 @@ def unpermute(
     layout = vector(chunk, vec)
     chunks = pl.cdiv(h, chunk)
 
-    def kernel(rows_ref, src2dst_ref, weights_ref, *refs):
+    def combine(rows_ref, src2dst_ref, weights_ref, *refs):
         *shared_ref, out_ref = refs
         block = lax.axis_index("b")
         token = lax.div(block, chunks)
@@ -72,7 +72,7 @@ def unpermute(
 
     operands = (rows, src2dst, topk_weights, *(() if shared is None else (shared,)))
     return launch(
-        kernel,
+        combine,
         jax.ShapeDtypeStruct((t, h), BF16),
         grid={"b": t * chunks},  # One dimension: others end at 65535.
         interpret=interpret,
