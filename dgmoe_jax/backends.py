@@ -18,7 +18,7 @@ from dgmoe_jax.platforms import only_on
 
 _PALLAS = {
     "route": "route:route",
-    "permute_index": "permute:permute_index",
+    "permute_index": "permute_index:permute_index",
     "permute": "permute:permute",
     "quant": "quant:quant",
     "act": "act_quant:act",

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 F32, I32, BF16, FP8 = jnp.float32, jnp.int32, jnp.bfloat16, jnp.float8_e4m3fn
@@ -129,6 +130,29 @@ def _layout(
         lane_dims=partition(lanes, LANES),
         vector_dim=-1,
     )
+
+
+def piece(first: Array | int, start: int, length: int) -> tuple:
+    """Where [start, start + length) of a block lies in global and in shared memory, its layout."""
+    if length == 1:
+        return first + start, start, None
+    return pl.ds(first + start, length), pl.ds(start, length), vector(length)
+
+
+def for_pieces(move: Callable, block: Array, n: int, size: int) -> None:
+    """move(start, length) for pieces that cover this block's share of n: `size`, in the last block
+    the rest, as two powers of two that may overlap, and then nothing."""
+    last = pl.cdiv(n, size) - 1
+
+    def rest():
+        count = n - last * size
+        part = count if count == size else pow2_floor(count)
+        for start in sorted({0, count - part}):
+            move(start, part)
+
+    pl.when(block == last)(rest)
+    if last:
+        pl.when(block < last)(lambda: move(0, size))
 
 
 class Registers:

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dgmoe_jax.kernels_pallas import _common, permute
+from dgmoe_jax.kernels_pallas import _common
+from dgmoe_jax.kernels_pallas import permute_index as index
 from dgmoe_jax.kernels_pallas.act_quant import act, act_quant
-from dgmoe_jax.kernels_pallas.permute import num_tiles, permute_index
+from dgmoe_jax.kernels_pallas.permute import permute
+from dgmoe_jax.kernels_pallas.permute_index import num_tiles, permute_index
 from dgmoe_jax.kernels_pallas.quant import quant
 from dgmoe_jax.kernels_pallas.route import route
 from dgmoe_jax.kernels_pallas.unpermute import unpermute
@@ -286,10 +288,10 @@ def test_permute_index_into_slabs():
 def test_permute_index_in_many_blocks(monkeypatch, t, k, skewed):
     # Two blocks count, each place several chunks; or they count and place one.
     for name, value in {"FEW": 16, "CHUNK": 16, "BLOCKS": 2, "FAR_UNROLL": 4}.items():
-        monkeypatch.setattr(permute, name, value)
+        monkeypatch.setattr(index, name, value)
     ids = np.full((t, k), 4) if skewed else random_ids(t, k, 5)
     assert_index(ids, 5, 24 if skewed else 8, 24, m_indices=True, spare=20)
-    monkeypatch.setattr(permute, "BLOCKS", 8)
+    monkeypatch.setattr(index, "BLOCKS", 8)
     # Memory that nothing wrote holds legal ids.
     zeros = dataclasses.replace(_common.interpreter(), uninitialized_memory="zero")
     monkeypatch.setattr(_common, "interpreter", lambda: zeros)
@@ -323,7 +325,7 @@ def test_permute_index_lowers_for_cuda():
             tile=128 if capacity is None else alignment,
             with_m_indices=capacity is None,
         )
-        assert custom_calls(fn, ((t, k), I32)) == (1 if t * k <= permute.FEW else 2)
+        assert custom_calls(fn, ((t, k), I32)) == (1 if t * k <= index.FEW else 2)
 
 
 def test_permute_index_refuses():
@@ -365,7 +367,7 @@ def test_permute(t, k, width, slabs, ue8m0):
     live = src2dst[token, slot]
     others = np.setdiff1d(np.arange(rows), live)
     want_values, want_scales = quant_reference(x, ue8m0)
-    run = functools.partial(permute.permute, x, jnp.asarray(src2dst), rows=rows, slabs=slabs)
+    run = functools.partial(permute, x, jnp.asarray(src2dst), rows=rows, slabs=slabs)
 
     values, scales = run(ue8m0=ue8m0, interpret=INTERPRET)
     assert values.dtype == FP8 and scales.shape[1] == -(-rows // slabs // 4) * 4
@@ -384,20 +386,20 @@ def test_permute(t, k, width, slabs, ue8m0):
 def test_permute_lowers_for_cuda():
     for t, k, width in [(1, 1, 128), (5, 16, 1152), (3, 2, 2944), (16384, 8, 7168)]:
         for group, slabs in [(128, 1), (128, 4), (None, 1)]:
-            fn = functools.partial(permute.permute, rows=4 * (t * k + 8), slabs=slabs, group=group)
+            fn = functools.partial(permute, rows=4 * (t * k + 8), slabs=slabs, group=group)
             assert custom_calls(fn, ((t, width), BF16), ((t, k), I32)) == 1
 
 
 def test_permute_refuses():
     x, src2dst = jnp.zeros((3, 128), BF16), jnp.zeros((3, 2), I32)
     with pytest.raises(ValueError, match="float32"):
-        permute.permute(x.astype(F32), src2dst, rows=8)
+        permute(x.astype(F32), src2dst, rows=8)
     with pytest.raises(ValueError, match=r"int32 \[3, k\]"):
-        permute.permute(x, src2dst[:2], rows=8)
+        permute(x, src2dst[:2], rows=8)
     with pytest.raises(ValueError, match="slabs=3"):
-        permute.permute(x, src2dst, rows=8, slabs=3)
+        permute(x, src2dst, rows=8, slabs=3)
     with pytest.raises(NotImplementedError, match="group=32"):
-        permute.permute(x, src2dst, rows=8, group=32)
+        permute(x, src2dst, rows=8, group=32)
 
 
 # --- unpermute
@@ -557,7 +559,7 @@ def test_no_tokens():
     index = {"num_experts": 4, "rows": 16, "alignment": 8, "capacity": None, "tile": 8}
     _, tiles, m_indices, masked_m = permute_index(none, **index, with_m_indices=True)
     assert tiles.shape == (3, 0) and (m_indices == -1).all() and (masked_m == 0).all()
-    assert permute.permute(jnp.zeros((0, 128), BF16), none, rows=8)[1].shape == (1, 8)
+    assert permute(jnp.zeros((0, 128), BF16), none, rows=8)[1].shape == (1, 8)
     rows = jnp.zeros((8, 128), BF16)
     assert unpermute(rows, none, jnp.zeros((0, 2)), None, scaling_factor=1.0).shape == (0, 128)
 
