@@ -1,12 +1,14 @@
-"""Grouped GEMM on Hopper's tensor cores, bf16 or FP8 with f32 scales, contiguous layout.
+"""Grouped GEMM on Hopper's tensor cores, bf16 or FP8 with f32 scales, whatever the layout.
 
 The product is computed transposed, D^T = W x^T: WGMMA's first operand always has 64 rows, and there
 are always 64 weight rows to give it, where an expert may have a single token. Tokens are the second
-operand, of 8 to 128 columns.
+operand, in steps of 8.
 
-A persistent grid: one warpgroup of a block loads K blocks of weights, tokens and scales into a ring
-of shared memory, running ahead into the next tile, the others compute. Tiles are ordered by rows,
-then columns, so that blocks of one expert run together and share its weights in the L2.
+A persistent grid of clusters. In each block one warpgroup loads K blocks of weights, tokens and
+scales into a ring of shared memory, running ahead into the next tile; two others compute. The
+blocks of a cluster take neighbouring columns of one tile and share its tokens: each loads a part of
+them and multicasts it. Tiles are walked in order, all columns of one before the next, so that
+blocks of one expert run together and share its weights in the L2.
 """
 
 from __future__ import annotations
@@ -20,35 +22,40 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, interpreter
+from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, interpreter, spread_rows
+from .act_quant import ACTIVATIONS
+from .quant import check_group, quantize_tile
 
 GROUP = 128  # values that share a scale: along K in a, along N and K in b
 ALIGNMENTS = (8, 16, 32, 64, 128)
+TILES = (32, 64, 96, 128, 160, 192, 256)
 
 _ROW_BYTES = 128  # of K in a stage: the widest swizzle, 64 bf16 or 128 FP8 values
 _WGMMA_ROWS = 64
+_WARPGROUPS = 2  # that compute; each has 64 of every 128 columns
 _SMS = 132  # of an H100 or H200 SXM
 _SMEM_BYTES = 227 * 1024
 _SMEM_RESERVED = 5 * 1024  # Mosaic's reduction scratch, barriers, alignment of the buffers
-_PRODUCER_REGISTERS = 40
+_REGISTERS = {"load": 24, "compute": 240}  # of a thread; 128 * (24 + 2 * 240) <= 64 Ki
+_CHUNK = 32  # rows that an epilogue puts into shared memory at a time, in one of two buffers
 
 
-class Tile(NamedTuple):
-    """Shape of the work that a block does at a time, and of its shared memory."""
+class Config(NamedTuple):
+    """How a block does a tile."""
 
-    columns: int  # of the output, which are rows of the weights
-    warpgroups: int  # that compute, each its part of the columns
-    widths: tuple[int, ...]  # numbers of token rows there is code for; the last is the alignment
+    columns: int  # of the output, which are rows of the weights: 128 or 256
+    widths: tuple[int, ...]  # numbers of token rows there is code for; the last is the tile's rows
     stages: int  # K blocks in flight
+    cluster: int = 1  # blocks that share the tokens
 
-    @property
-    def rows(self) -> int:
-        return self.widths[-1]
 
-    @property
-    def halves(self) -> int:
-        """WGMMA operands of 64 weight rows that a warpgroup takes one after the other."""
-        return self.columns // (_WGMMA_ROWS * self.warpgroups)
+class Fused(NamedTuple):
+    """What is done to the product of the gate and up weights before it is written."""
+
+    activation: str
+    params: tuple[float | None, ...]
+    quantized: bool
+    ue8m0: bool
 
 
 def gemm(
@@ -56,277 +63,454 @@ def gemm(
     a_scales: Array | None,
     b: Array,
     b_scales: Array | None,
-    m_indices: Array,
+    tiles: Array,
+    m_indices: Array | None = None,
+    masked_m: Array | None = None,
     *,
     alignment: int,
+    tile: int,
+    slabs: int,
+    expected_m: int,
     interpret: bool = False,
 ) -> Array:
-    """Row r of the result is `a[r] @ b[m_indices[r]].T`, accumulated in f32. Needs an SM90 GPU.
+    """Rows of each tile times its expert's weights, accumulated in f32. Needs an SM90 GPU.
 
     Args:
-      a: [M, K] bf16, or float8_e4m3fn with scales; K % 128 == 0. M = 0 is allowed.
-      a_scales: [K / 128, M4] f32, M4 = M rounded up to 4: one a row and 128 values. None for bf16.
+      a: [M, K] bf16, or float8_e4m3fn with scales; K % 128 == 0, M % alignment == 0.
+      a_scales: [slabs * K / 128, S] f32, S = M / slabs rounded up to 4: row r, group g is
+        at [r // (M / slabs) * K / 128 + g, r % (M / slabs)]. None for bf16.
       b: [E, N, K] of a's dtype, N % 128 == 0.
       b_scales: [E, N / 128, K / 128] f32, one a 128 x 128 block. None for bf16.
-      m_indices: [M] int32, the expert of each row, -1 for padding. Live rows of a block of
-        `alignment` rows come first in it and name the same expert; a block whose first row is
-        padding is skipped, its weights unread.
-      alignment: rows in a block: 8, 16, 32, 64 or 128.
+      tiles: [3, n] int32: expert (-1 from the first column without one on), first row, a multiple
+        of `alignment`, and number of live rows, 1 to `tile`.
+      m_indices, masked_m: what DeepGEMM reads instead of `tiles`; unused.
+      alignment: rows from the live ones up to its next multiple may be written, none beyond.
+      tile: most rows of a tile: a multiple of `alignment` and at most 256.
+      expected_m: DeepGEMM's, too: `tile` says it here.
       interpret: run on a CPU, in Mosaic GPU interpret mode, where a jnp.dot stands for WGMMA.
 
     Returns:
-      [M, N] bf16. Rows whose m_indices is -1 are unspecified.
+      [M, N] bf16. Rows that no tile names are unspecified.
 
     FP8: each 128 of K is a product of its own in the tensor cores, then multiplied by both scales
-    and added in f32 registers (the scheme of DeepGEMM).
+    and added in f32 registers (the scheme of DeepGEMM, bit for bit).
 
     Raises TypeError or ValueError for a dtype, shape or alignment that does not fit.
     """
-    _check(a, a_scales, b, b_scales, m_indices, alignment)
-    tile = choose_tile(a.shape[0], b.shape[1], alignment)
-    return gemm_tiled(a, a_scales, b, b_scales, m_indices, tile=tile, interpret=interpret)
+    del m_indices, masked_m, expected_m
+    _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
+    config = choose_config(tile, b.shape[1])
+    operands = a, a_scales, b, b_scales, tiles
+    return grouped(*operands, alignment=alignment, slabs=slabs, config=config, interpret=interpret)[
+        0
+    ]
 
 
-def choose_tile(m: int, n: int, alignment: int) -> Tile:
-    """The tile for M rows and N columns.
+def gemm_act_quant(
+    a: Array,
+    a_scales: Array | None,
+    b: Array,
+    b_scales: Array | None,
+    tiles: Array,
+    m_indices: Array | None = None,
+    masked_m: Array | None = None,
+    *,
+    alignment: int,
+    tile: int,
+    slabs: int,
+    expected_m: int,
+    activation: str,
+    params: tuple[float | None, ...],
+    group: int | None = GROUP,
+    ue8m0: bool = False,
+    interpret: bool = False,
+) -> tuple[Array, Array | None]:
+    """`act_quant` of `gemm`, bit for bit, without the round trip through memory.
 
-    Up to 64 rows an expert the time is that of reading weights, and narrow code for blocks with few
-    live rows saves loads of tokens (E 256, N 4096, K 7168, FP8, T 16: 718 us against 764). At 128
-    it is that of the tensor cores and of the L2, which 256 columns spare (136 us against 150 for M
-    2048); there narrow code costs more than it saves (T 4096: 3328 us against 2946), as the static
-    schedule gives some SMs more of the wide tiles than others.
+    As `gemm`, with b = [E, 2I, K], gate rows before up rows. The product is rounded to bf16, as
+    `gemm` would write it; `activation`, `params` and `ue8m0` are `act_quant`'s. Returns values
+    [M, I] float8_e4m3fn and scales [slabs * I / 128, S] f32; with group None, `act`'s [M, I] bf16
+    and None.
     """
-    columns = 128
-    if alignment <= 32:
-        widths = (8, 32)
-    elif alignment == 64:
-        widths = (32, 64)
-    else:
-        widths = (128,)
-        if n % 256 == 0 and m // alignment * (n // 256) >= _SMS:
-            columns = 256
-    widths = (*(w for w in widths if w < alignment), alignment)
-    return Tile(columns, 2, widths, most_stages(columns, 2, alignment))
+    del m_indices, masked_m, expected_m
+    if group is not None:
+        check_group(group)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
+    _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
+    if b.shape[1] % (2 * GROUP):
+        raise ValueError(f"b is {b.shape}; it must be [E, 2I, K], I % {GROUP} == 0")
+    fused = Fused(activation, tuple(params), group is not None, ue8m0)
+    config = choose_config(tile, b.shape[1], fused=True)
+    operands = a, a_scales, b, b_scales, tiles
+    out = grouped(
+        *operands,
+        **{"alignment": alignment, "slabs": slabs, "config": config, "fused": fused},
+        interpret=interpret,
+    )
+    return out if fused.quantized else (out[0], None)
 
 
-def most_stages(columns: int, warpgroups: int, rows: int) -> int:
-    outputs = warpgroups * rows * _WGMMA_ROWS * 2
+def tile_for(expected_rows: float, *, fp8: bool) -> tuple[int, int]:
+    """(tile, alignment) for the rows expected per expert: one tile for the fullest of some hundred
+    experts under balanced routing, which reads weights once, as far as registers allow."""
+    del fp8  # Both keep 64 columns' sums of a tile in a warpgroup's registers.
+    fullest = expected_rows + 2.8 * expected_rows**0.5
+    tile = next((t for t in TILES if fullest <= t), TILES[-1])
+    return tile, 8 if tile == 32 else 16
+
+
+def fuses(expected_rows: float, *, fp8: bool) -> bool:
+    """Whether `gemm_act_quant` is faster than `gemm` and `act_quant`.
+
+    Its tile of 128 gate and 128 up columns needs twice the registers: on an H200 (E 256, H 7168,
+    I 2048, FP8) w13 took, fused, 1774 us at 4 rows an expert and 1910 at 32, no more than alone,
+    but 3680 at 128 against 2525.
+    """
+    return fp8 and expected_rows <= 40
+
+
+def choose_config(tile: int, n: int, *, fused: bool = False) -> Config:
+    """The configuration for tiles of `tile` rows and N columns.
+
+    Code for finer widths spares loads of tokens that are not there and their products; below half
+    of a tile the time is that of reading weights. Sharing tokens in a cluster relieves the L2 (T
+    4096, FP8, w13: 2525 us against 2690); multicast splits rows in multiples of 16. Up to 32 rows
+    it gains nothing, and narrower steps do.
+    """
+    step = 8 if tile <= 32 else 16 if tile <= 160 else 32
+    fine = range(step, tile, step)
+    widths = (*(w for w in fine if tile <= 64 or w > tile // 2 or w % (2 * step) == 0), tile)
+    columns = 2 * GROUP if fused else GROUP
+    cluster = 2 if n // columns % 2 == 0 and all(w % 16 == 0 for w in widths) else 1
+    return Config(columns, widths, most_stages(columns, tile, fused), cluster)
+
+
+def most_stages(columns: int, rows: int, quantized: bool = False) -> int:
+    outputs = 2 * min(rows, _CHUNK) * GROUP * (4 if quantized else 2)
     stage = (columns + rows) * _ROW_BYTES + _scale_rows(rows) * 4
     return min(12, (_SMEM_BYTES - _SMEM_RESERVED - outputs) // stage)
 
 
 def _scale_rows(rows: int) -> int:
     # A copy into shared memory must have a multiple of 128 bytes.
-    return max(rows, 32)
+    return -(-rows // 32) * 32
 
 
-@functools.partial(jax.jit, static_argnames=("tile", "interpret"), inline=True)
-def gemm_tiled(
+@functools.partial(
+    jax.jit,
+    static_argnames=("alignment", "slabs", "config", "fused", "interpret"),
+    inline=True,
+)
+def grouped(
     a: Array,
     a_scales: Array | None,
     b: Array,
     b_scales: Array | None,
-    m_indices: Array,
+    tiles: Array,
     *,
-    tile: Tile,
+    alignment: int,
+    slabs: int,
+    config: Config,
+    fused: Fused | None = None,
     interpret: bool,
-) -> Array:
-    """`gemm` with the tile given."""
-    live_m, k = a.shape
-    n = b.shape[1]
-    if live_m == 0:
-        return jnp.zeros((0, n), BF16)
-    tail = -live_m % tile.rows
-    if tail:
-        a = jnp.pad(a, ((0, tail), (0, 0)))
-        m_indices = jnp.pad(m_indices, (0, tail), constant_values=-1)
-    m = live_m + tail
-    scaled = a_scales is not None
-    operands = (a, b, m_indices)
+) -> tuple[Array, ...]:
+    """`gemm` or, with `fused`, `gemm_act_quant` with the configuration given."""
+    (m, k), n, columns = a.shape, b.shape[1], config.columns
+    out_columns = n // 2 if fused else n
+    quantized = fused is not None and fused.quantized
+    if quantized:
+        out_types = (
+            jax.ShapeDtypeStruct((m, out_columns // GROUP, GROUP), FP8),
+            jax.ShapeDtypeStruct((slabs * out_columns // GROUP, -(-m // slabs // 4) * 4), F32),
+        )
+    else:
+        out_types = (jax.ShapeDtypeStruct((m, out_columns), BF16),)
+    if m == 0 or tiles.shape[1] == 0:
+        return _outputs([jnp.zeros(t.shape, t.dtype) for t in out_types], m, out_columns)
+    scaled, most = a_scales is not None, config.widths[-1]
+    # What copies read past the end is zeros on a GPU, as long as no copy is larger than the array.
+    a = _pad_to(a, 0, m + most if interpret else most)
+    operands = (a, b, tiles)
     if scaled:
-        # What the last block's copy reads.
-        missing = m - tile.rows + _scale_rows(tile.rows) - a_scales.shape[1]
-        if missing > 0:
-            a_scales = jnp.pad(a_scales, ((0, 0), (0, missing)))
+        copied = _scale_rows(most)
+        a_scales = _pad_to(a_scales, 1, a_scales.shape[1] + copied if interpret else copied)
         operands += (a_scales, b_scales)
 
-    depth = _ROW_BYTES // a.dtype.itemsize
-    k_steps, n_tiles = k // depth, n // tile.columns
-    tiles = (m // tile.rows) * n_tiles
-    grid = min(_SMS, tiles)
+    depth, slab_rows = _ROW_BYTES // a.dtype.itemsize, m // slabs
+    k_steps, halves = k // depth, columns // (_WARPGROUPS * _WGMMA_ROWS)
+    cluster = 1 if interpret else config.cluster  # jax 0.11.2's interpreter has no multicast
+    column_tiles = n // (columns * cluster)
+    clusters = min(_SMS // cluster, tiles.shape[1] * column_tiles)
     regs = Registers(interpret)
     accumulator, token_vector = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
-    own_rows = _WGMMA_ROWS * tile.halves
 
-    def kernel(*refs):
-        a_ref, b_ref, m_indices_ref, *scale_refs, out_ref = refs[: len(operands) + 1]
-        a_smem, b_smem, out_smem, full, empty, *scale_smem = refs[len(operands) + 1 :]
+    def grouped_gemm(*refs):
+        a_ref, b_ref, tiles_ref, *scale_refs = refs[: len(operands)]
+        out_refs = refs[len(operands) : len(operands) + len(out_types)]
+        a_smem, b_smem, out_smem, full, empty, *more = refs[len(operands) + len(out_types) :]
         warpgroup = lax.axis_index("warpgroup")
         if scaled:
-            (a_scales_ref, b_scales_ref), (a_scales_smem,) = scale_refs, scale_smem
+            (a_scales_ref, b_scales_ref), a_scales_smem = scale_refs, more[0]
 
         def look(turn):
-            """(expert, index into widths) of this block's tile number `turn`; -1 to skip it."""
-            index = lax.axis_index("block") + turn * grid
-            row = lax.div(jnp.minimum(index, tiles - 1), n_tiles) * tile.rows
-            expert = jnp.where(index < tiles, m_indices_ref[row], -1)
-            width = jnp.int32(0)
-            for w in tile.widths[:-1]:
-                width += (m_indices_ref[row + w] >= 0).astype(I32)
-            return expert, width
+            """(expert, first row, live rows, column) of this block's work number `turn`."""
+            index = lax.axis_index("cluster") + turn * clusters
+            t, column = lax.div(index, column_tiles), lax.rem(index, column_tiles)
+            if cluster > 1:
+                column = column * cluster + lax.axis_index("peer")
+            inside = t < tiles.shape[1]
+            t = jnp.minimum(t, tiles.shape[1] - 1)
+            return jnp.where(inside, tiles_ref[0, t], -1), tiles_ref[1, t], tiles_ref[2, t], column
 
-        def walk(per_width):
-            """Runs one of `per_width` on each tile; it gets expert, tile and the first K step.
-            Returns the number of K steps."""
+        def walk(do):
+            """Calls do(width, sure, step, expert, row, live, column) for each tile: `width` rows
+            hold the live ones, of which there are more than `sure`; `step` counts K steps. Returns
+            their number."""
 
-            def turn(i, carry):
-                step, expert, width = carry
-                # Read a tile ahead: neither role then waits for it.
-                following = look(i + 1)
-                index = lax.axis_index("block") + i * grid
-                row, column = lax.div(index, n_tiles) * tile.rows, lax.rem(index, n_tiles)
+            def turn(carry):
+                i, step, expert, row, live, column = carry
+                following = look(i + 1)  # Read a tile ahead: neither role then waits for it.
+                branches = [
+                    functools.partial(do, width, sure, step, expert, row, live, column)
+                    for sure, width in zip((0, *config.widths), config.widths, strict=False)
+                ]
+                if len(branches) == 1:
+                    branches[0]()
+                else:
+                    lax.switch(sum((live > w).astype(I32) for w in config.widths[:-1]), branches)
+                return i + 1, step + k_steps, *following
 
-                @pl.when(expert >= 0)
-                def _():
-                    branches = [functools.partial(f, expert, row, column, step) for f in per_width]
-                    if len(branches) == 1:
-                        branches[0]()
-                    else:
-                        lax.switch(width, branches)
-
-                return step + jnp.where(expert >= 0, k_steps, 0), *following
-
-            return lax.fori_loop(0, pl.cdiv(tiles, grid), turn, (jnp.int32(0), *look(0)))[0]
+            init = (jnp.int32(0), jnp.int32(0), *look(0))
+            return lax.while_loop(lambda carry: carry[2] >= 0, turn, init)[1]
 
         def acquire(step):
-            slot = lax.rem(step, tile.stages)
-            pl.when(step >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            """Step 0 frees a slot too: that of the step before it, stages - 1 from now."""
+            slot = lax.rem(step, config.stages)
+            pl.when(step >= config.stages - 1)(lambda: plgpu.barrier_wait(empty.at[slot]))
             return slot
 
-        def load(width, expert, row, column, first):
+        def load(width, sure, first, expert, row, live, column):
+            slab = lax.div(row, slab_rows)
+
             def body(i, _):
                 slot = acquire(first + i)
                 depths = pl.ds(i * depth, depth)
-                plgpu.copy_gmem_to_smem(
-                    b_ref.at[expert, pl.ds(column * tile.columns, tile.columns), depths],
-                    b_smem.at[slot],
-                    full.at[slot],
-                )
+                for half in range(halves if fused else 1):
+                    rows = GROUP if fused else columns
+                    source = column * rows + half * out_columns
+                    plgpu.copy_gmem_to_smem(
+                        b_ref.at[expert, pl.ds(source, rows), depths],
+                        b_smem.at[slot, pl.ds(half * rows, rows)],
+                        full.at[slot],
+                    )
                 plgpu.copy_gmem_to_smem(
                     a_ref.at[pl.ds(row, width), depths],
                     a_smem.at[slot, pl.ds(0, width)],
                     full.at[slot],
+                    collective_axes="peer" if cluster > 1 else None,
                 )
                 if scaled:
                     copied = _scale_rows(width)
                     plgpu.copy_gmem_to_smem(
-                        a_scales_ref.at[i, pl.ds(row, copied)],
+                        a_scales_ref.at[slab * k_steps + i, pl.ds(row - slab * slab_rows, copied)],
                         a_scales_smem.at[slot, pl.ds(0, copied)],
                         full.at[slot],
                     )
 
             lax.fori_loop(0, k_steps, body, None)
 
-        def wgmma_operands(slot, width, half, rows):
-            weights = pl.ds(warpgroup * own_rows + half * _WGMMA_ROWS, rows)
-            tokens = a_smem.at[slot, pl.ds(0, width)]
-            return b_smem.at[slot, weights], tokens.transpose((1, 0))
+        def weights(slot, half):
+            if fused:  # gate and up rows of the same columns
+                start = half * GROUP + warpgroup * _WGMMA_ROWS
+            else:
+                start = (warpgroup * halves + half) * _WGMMA_ROWS
+            return b_smem.at[slot, pl.ds(start, _WGMMA_ROWS)]
+
+        def tokens(slot, start, size):
+            return a_smem.at[slot, pl.ds(start, size)]
+
+        def following(slot):
+            return jnp.where(slot == config.stages - 1, 0, slot + 1)
+
+        def release_previous(slot):
+            """A warpgroup's arrival is that of one of its threads, so a slot is freed only once a
+            product of the next K step is done: that one started when all had read this slot."""
+            plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, config.stages, slot) - 1])
 
         def accumulate_in_place(width, first):
-            """bf16: the tensor cores keep the sum."""
+            """bf16: the tensor cores keep the sums."""
 
-            def scope(acc):
-                def body(i, _):
-                    step = first + i
-                    slot = lax.rem(step, tile.stages)
+            def scope(*sums):
+                def body(i, slot):
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, *wgmma_operands(slot, width, 0, own_rows))
-                    plgpu.wgmma_wait(1)
-                    previous = lax.rem(step + tile.stages - 1, tile.stages)
-                    pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+                    for half, acc in enumerate(sums):
+                        right = tokens(slot, 0, width).transpose((1, 0))
+                        plgpu.wgmma(acc, weights(slot, half), right)
+                    plgpu.wgmma_wait(halves)
+                    release_previous(slot)
+                    return following(slot)
 
-                lax.fori_loop(0, k_steps, body, None)
-                total = acc[...]
-                plgpu.barrier_arrive(empty.at[lax.rem(first + k_steps - 1, tile.stages)])
-                return total
+                lax.fori_loop(0, k_steps, body, lax.rem(first, config.stages))
+                return [[acc[...]] for acc in sums]
 
-            total = pl.run_scoped(scope, plgpu.ACC((own_rows, width)))
-            starts = range(0, own_rows, _WGMMA_ROWS)
-            return [lax.slice(total, (r, 0), (r + _WGMMA_ROWS, width)) for r in starts]
+            return pl.run_scoped(scope, *[plgpu.ACC((_WGMMA_ROWS, width))] * halves)
 
-        def product(slot, width, half):
-            weights, tokens = wgmma_operands(slot, width, half, _WGMMA_ROWS)
+        def product(left, right, meanwhile):
+            """left @ right.T, and the result of `meanwhile`, called while tensor cores work."""
             if interpret:  # whose wgmma takes no transposed operand
-                tokens = a_smem[slot, pl.ds(0, width)]
-                return jnp.dot(weights[...].astype(F32), tokens.astype(F32).T)
+                return jnp.dot(left[...].astype(F32), right[...].astype(F32).T), meanwhile()
 
             def scope(acc):
-                plgpu.wgmma(acc, weights, tokens)
-                return acc[...]
+                plgpu.wgmma(acc, left, right.transpose((1, 0)))
+                other = meanwhile()
+                return acc[...], other
 
-            return pl.run_scoped(scope, plgpu.ACC((_WGMMA_ROWS, width)))
+            return pl.run_scoped(scope, plgpu.ACC((left.shape[0], right.shape[0])))
 
-        def accumulate_in_registers(width, expert, column, first):
+        def accumulate_in_registers(width, first, expert, column):
             """FP8: each K block's product is scaled before it is added. Also bf16, interpreted."""
-            group = lax.div(column * tile.columns + warpgroup * own_rows, GROUP)
+            parts = _parts(width, halves)
+            if fused:
+                groups = [column, column + out_columns // GROUP]
+            else:
+                groups = [lax.div(column * columns + warpgroup * _WGMMA_ROWS * halves, GROUP)]
 
-            def b_scale_at(i):
-                return b_scales_ref[expert, group, i] if scaled else jnp.float32(1)
+            def b_scales_at(i):
+                return [b_scales_ref[expert, g, i] if scaled else jnp.float32(1) for g in groups]
 
             def body(i, carry):
-                b_scale, *totals = carry
-                next_b_scale = b_scale_at(jnp.minimum(i + 1, k_steps - 1))
-                slot = lax.rem(first + i, tile.stages)
+                slot, b_scales, sums = carry
+                next_b_scales = b_scales_at(jnp.minimum(i + 1, k_steps - 1))
                 plgpu.barrier_wait(full.at[slot])
-                scales = b_scale
-                if scaled:
-                    scales *= regs.load(a_scales_smem.at[slot, pl.ds(0, width)], token_vector)
-                    scales = lax.broadcast_in_dim(scales, (_WGMMA_ROWS, width), (1,))
-                    scales = regs.cast(scales, accumulator)
-                for half in range(tile.halves):
-                    partial = product(slot, width, half)
-                    if half == tile.halves - 1:
-                        plgpu.barrier_arrive(empty.at[slot])
-                    totals[half] += partial * scales
-                return next_b_scale, *totals
+                for p, (start, size) in enumerate(parts):
+                    scales = None
+                    for half in range(halves):
 
-            zero = regs.cast(jnp.zeros((_WGMMA_ROWS, width), F32), accumulator)
-            init = (b_scale_at(0), *[zero] * tile.halves)
-            return lax.fori_loop(0, k_steps, body, init)[1:]
+                        def both_scales(half=half, start=start, size=size, scales=scales):
+                            if half >= len(groups):
+                                return scales  # of the half before
+                            if not scaled:
+                                return b_scales[half]
+                            ref = a_scales_smem.at[slot, pl.ds(start, size)]
+                            scales = b_scales[half] * regs.load(ref, token_vector)
+                            scales = lax.broadcast_in_dim(scales, (_WGMMA_ROWS, size), (1,))
+                            return regs.cast(scales, accumulator)
 
-        def compute(width, expert, row, column, first):
+                        left, right = weights(slot, half), tokens(slot, start, size)
+                        partial, scales = product(left, right, both_scales)
+                        if p == half == 0:
+                            release_previous(slot)
+                        sums[half][p] += partial * scales
+                return following(slot), next_b_scales, sums
+
+            zeros = [
+                regs.cast(jnp.zeros((_WGMMA_ROWS, size), F32), accumulator) for _, size in parts
+            ]
+            init = (lax.rem(first, config.stages), b_scales_at(0), [zeros] * halves)
+            return lax.fori_loop(0, k_steps, body, init)[2]
+
+        def compute(width, sure, first, expert, row, live, column):
             if scaled or interpret:
-                totals = accumulate_in_registers(width, expert, column, first)
+                sums = accumulate_in_registers(width, first, expert, column)
             else:
-                totals = accumulate_in_place(width, first)
-            staged = out_smem.at[warpgroup, pl.ds(0, width)]
-            for half, total in enumerate(totals):
+                sums = accumulate_in_place(width, first)
+            if not fused:
+                write(sums, width, sure, row, live, column * columns)
+                return
+            activate = ACTIVATIONS[fused.activation]
+            gated = [
+                activate(*(x.astype(BF16).astype(F32) for x in pair), *fused.params, regs)
+                for pair in zip(*sums, strict=True)
+            ]
+            if quantized:
+                quantize(gated, width, row, live, column)
+            else:
+                write([gated], width, sure, row, live, column * GROUP)
+
+        def stage(ref, x):
+            """Writes x, tokens along its second dimension, with tokens along the first."""
+            if interpret:
+                ref[...] = x.T
+            else:
+                ref = ref.transpose((1, 0))
+                ref[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+        def write(halves, width, sure, row, live, column):
+            owned = (sure // alignment + 1) * alignment  # rows at least
+            for half, sums in enumerate(halves):
+                first_column = column + (warpgroup * len(halves) + half) * _WGMMA_ROWS
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                total = total.astype(BF16)
-                if interpret:
-                    staged[...] = total.T
-                else:
-                    total = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-                    staged.transpose((1, 0))[...] = total
-                plgpu.commit_smem()
-                first_column = column * tile.columns + warpgroup * own_rows + half * _WGMMA_ROWS
-                plgpu.copy_smem_to_gmem(
-                    staged, out_ref.at[pl.ds(row, width), pl.ds(first_column, _WGMMA_ROWS)]
-                )
+                for i, (start, x) in enumerate(_chunks(sums, _CHUNK)):
+                    staged, size = out_smem.at[warpgroup, i % 2], x.shape[1]
+
+                    def copy(at, rows, start=start, staged=staged, first_column=first_column):
+                        plgpu.copy_smem_to_gmem(
+                            staged.at[pl.ds(at - start, rows)],
+                            out_refs[0].at[pl.ds(row + at, rows), pl.ds(first_column, _WGMMA_ROWS)],
+                        )
+
+                    def chunk(i=i, start=start, size=size, x=x, staged=staged, copy=copy):
+                        if i > 1:  # All chunks before the last live one have been copied.
+                            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        stage(staged.at[pl.ds(0, size)], x.astype(BF16))
+                        plgpu.commit_smem()
+                        known = min(size, max(0, owned - start))
+                        if known:
+                            copy(start, known)
+                        for at in range(start + known, start + size, alignment):
+                            rows = min(alignment, start + size - at)
+                            pl.when(live > at)(functools.partial(copy, at, rows))
+
+                    if start < owned:
+                        chunk()
+                    else:
+                        pl.when(live > start)(chunk)
+
+        def quantize(gated, width, row, live, column):
+            """Rows need all 128 columns of both warpgroups: they meet in shared memory, some tokens
+            at a time, in two buffers, so that one barrier a turn is enough."""
+            values_ref, scales_ref = out_refs
+            met = more[-1]
+            slab = lax.div(row, slab_rows)
+            step = next(s for s in (_CHUNK, 16, 8) if all(x.shape[1] % s == 0 for x in gated))
+            rows = min(alignment, max(8, step // _WARPGROUPS))
+            layout = spread_rows(rows, GROUP, 4)
+            chunks = _chunks(gated, step)
+            for i, (first, x) in enumerate(chunks):
+                staged = out_smem.at[i % 2]
+                stage(staged.at[pl.ds(0, step), pl.ds(warpgroup * _WGMMA_ROWS, _WGMMA_ROWS)], x)
+                plgpu.barrier_arrive(met)
+                plgpu.barrier_wait(met)
+                for start in range(0, step, _WARPGROUPS * rows):
+                    start = start + warpgroup * rows
+
+                    def piece(start=start, at=row + first + start, staged=staged):
+                        x = regs.load(staged.at[pl.ds(start, rows)], layout)
+                        values, scales = quantize_tile(x, layout, fused.ue8m0, regs)
+                        values_ref[pl.ds(at, rows), column, :] = values
+                        group = slab * (out_columns // GROUP) + column
+                        scales_ref[group, pl.ds(at - slab * slab_rows, rows)] = scales
+
+                    pl.when((start < step) & (live > first + start))(piece)
+            if len(chunks) % 2:  # The next tile begins with the buffer that was read last.
+                plgpu.barrier_arrive(met)
+                plgpu.barrier_wait(met)
 
         def producer():
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            steps = walk([functools.partial(load, width) for width in tile.widths])
-            if interpret:  # which wants every phase of a barrier seen
-                for i in range(tile.stages):
-                    acquire(steps + i)
+            plgpu.set_max_registers(_REGISTERS["load"], action="decrease")
+            steps = walk(load)
+            # A block must outlive its peers' signals; interpret mode wants every phase seen, too.
+            for i in range(config.stages):
+                acquire(steps + i)
 
         def consumer():
-            plgpu.set_max_registers(_consumer_registers(tile.warpgroups), action="increase")
-            walk([functools.partial(compute, width) for width in tile.widths])
+            plgpu.set_max_registers(_REGISTERS["compute"], action="increase")
+            steps = walk(compute)
             plgpu.wait_smem_to_gmem(0)
+            release_previous(lax.rem(steps, config.stages))
 
-        lax.cond(warpgroup == tile.warpgroups, producer, consumer)
+        lax.cond(warpgroup == _WARPGROUPS, producer, consumer)
 
     def swizzled(shape, dtype):
         transforms = (
@@ -335,35 +519,78 @@ def gemm_tiled(
         )
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
+    copies = 2 + (fused is not None) + scaled
+    if interpret:
+        empty = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages)
+    else:
+        # Also for a cluster of one block: a warpgroup then arrives once rather than 128 times.
+        empty = plgpu.ClusterBarrier(
+            collective_axes=("peer",), num_arrivals=_WARPGROUPS, num_barriers=config.stages
+        )
     scratch = [
-        swizzled((tile.stages, tile.rows, depth), a.dtype),
-        swizzled((tile.stages, tile.columns, depth), a.dtype),
-        swizzled((tile.warpgroups, tile.rows, _WGMMA_ROWS), BF16),
-        plgpu.Barrier(num_arrivals=3 if scaled else 2, num_barriers=tile.stages),
-        plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
+        swizzled((config.stages, most, depth), a.dtype),
+        swizzled((config.stages, columns, depth), a.dtype),
+        swizzled((2, min(most, _CHUNK), GROUP), F32)
+        if quantized
+        else swizzled((_WARPGROUPS, 2, min(most, _CHUNK), _WGMMA_ROWS), BF16),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+        empty,
     ]
     if scaled:
-        scratch.append(plgpu.SMEM((tile.stages, _scale_rows(tile.rows)), F32))
+        scratch.append(plgpu.SMEM((config.stages, _scale_rows(most)), F32))
+    if quantized:
+        scratch.append(plgpu.Barrier(num_arrivals=_WARPGROUPS))
     out = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((m, n), BF16),
+        grouped_gemm,
+        out_type=out_types,
         scratch_types=scratch,
-        grid=(grid,),
-        grid_names=("block",),
-        num_threads=tile.warpgroups + 1,
+        grid=(clusters,),
+        grid_names=("cluster",),
+        **({} if interpret else {"cluster": (cluster,), "cluster_names": ("peer",)}),
+        num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         # The barriers above order all accesses; Mosaic's own would stall the producer.
-        compiler_params=_PARAMS(unsafe_no_auto_barriers=True),
+        compiler_params=_PARAMS(
+            unsafe_no_auto_barriers=True,
+            approx_math=fused is not None and fused.activation != "situ",  # as act_quant
+        ),
         interpret=interpreter() if interpret else False,
     )(*operands)
-    return out[:live_m]
+    return _outputs(out, m, out_columns)
 
 
-def _consumer_registers(warpgroups: int) -> int:
-    return min(240, (512 - _PRODUCER_REGISTERS) // warpgroups // 8 * 8)
+def _outputs(out, *shape: int) -> tuple[Array, ...]:
+    return (out[0].reshape(shape), *out[1:])
 
 
-def _check(a, a_scales, b, b_scales, m_indices, alignment) -> None:
+def _pad_to(x: Array, axis: int, size: int) -> Array:
+    missing = size - x.shape[axis]
+    if missing <= 0:
+        return x
+    return jnp.pad(x, [(0, missing if axis == i else 0) for i in range(x.ndim)])
+
+
+def _chunks(sums: list[Array], most: int) -> list[tuple[int, Array]]:
+    """(first token, its columns) of parts of one array side by side, `most` columns at a time."""
+    chunks, first = [], 0
+    for x in sums:
+        for start in range(0, x.shape[1], most):
+            stop = min(start + most, x.shape[1])
+            chunks.append((first + start, lax.slice(x, (0, start), (x.shape[0], stop))))
+        first += x.shape[1]
+    return chunks
+
+
+def _parts(width: int, halves: int) -> list[tuple[int, int]]:
+    """(start, size) of the parts of `width` tokens that FP8 multiplies one after the other, for the
+    sums, one product and its scales to fit a thread's registers."""
+    if width <= (160, 128)[halves - 1]:
+        return [(0, width)]
+    first = -(-width // 32) * 16
+    return [(0, first), (first, width - first)]
+
+
+def _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs) -> None:
     if (a_scales is None) != (b_scales is None):
         raise ValueError("a_scales and b_scales must both be given (FP8) or both be None (bf16)")
     dtype = BF16 if a_scales is None else FP8
@@ -374,14 +601,21 @@ def _check(a, a_scales, b, b_scales, m_indices, alignment) -> None:
         raise ValueError(
             f"E, N, K are {experts}, {n}, {k}; N and K must be positive multiples of {GROUP}"
         )
+    if alignment not in ALIGNMENTS or tile <= 0 or tile % alignment or tile > TILES[-1]:
+        raise ValueError(
+            f"alignment is {alignment} and tile {tile}; alignment must be one of {ALIGNMENTS}, and "
+            f"tile a multiple of it, at most {TILES[-1]}"
+        )
+    if slabs <= 0 or m % slabs or m // slabs % alignment:
+        raise ValueError(
+            f"{m} rows in {slabs} slabs: a slab must be a multiple of alignment={alignment}"
+        )
     _expect("a", a, dtype, (m, k))
     _expect("b", b, dtype, (experts, n, k))
-    _expect("m_indices", m_indices, I32, (m,))
+    _expect("tiles", tiles, I32, (3, tiles.shape[-1]))
     if a_scales is not None:
-        _expect("a_scales", a_scales, F32, (k // GROUP, pl.cdiv(m, 4) * 4))
+        _expect("a_scales", a_scales, F32, (slabs * k // GROUP, pl.cdiv(m // slabs, 4) * 4))
         _expect("b_scales", b_scales, F32, (experts, n // GROUP, k // GROUP))
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"alignment is {alignment}; it must be one of {ALIGNMENTS}")
 
 
 def _expect(name: str, array: Array, dtype, shape: tuple[int, ...]) -> None:

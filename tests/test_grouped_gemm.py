@@ -9,30 +9,59 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dgmoe_jax.kernels_pallas import grouped_gemm
-from dgmoe_jax.kernels_pallas.grouped_gemm import ALIGNMENTS, Tile, gemm, gemm_tiled
+from dgmoe_jax.kernels_pallas import act_quant, grouped_gemm
+from dgmoe_jax.kernels_pallas._common import Registers
+from dgmoe_jax.kernels_pallas.grouped_gemm import (
+    TILES,
+    Config,
+    Fused,
+    choose_config,
+    gemm,
+    gemm_act_quant,
+    grouped,
+    most_stages,
+    tile_for,
+)
+from dgmoe_jax.kernels_pallas.quant import quantize_tile
 
-SHAPES = [(4096, 7168), (7168, 2048), (1536, 2048), (2048, 768), (256, 128), (1280, 640)]
+SHAPES = [(4096, 7168), (7168, 2048), (1536, 2048), (256, 128), (1280, 640)]
 DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 EXPERTS = 4
+SILU = Fused("silu", (None,), True, False)
 every_recipe = pytest.mark.parametrize("recipe", DTYPES)
 needs_gpu = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="runs the compiled kernel: needs an SM90 GPU"
 )
 
 
-def layout(counts: dict[int, int], alignment: int, dead_blocks: int = 1) -> np.ndarray:
-    """m_indices of a contiguous layout: expert -> rows, in order, then blocks of padding."""
-    rows = []
-    for expert, count in counts.items():
-        rows += [expert] * count + [-1] * (-count % alignment)
-    return np.array(rows + [-1] * (dead_blocks * alignment), np.int32)
+class Layout:
+    """Where `counts` rows of each expert lie: one after another, or in slabs of `capacity`."""
+
+    def __init__(self, counts, tile: int, alignment: int, capacity: int | None = None):
+        self.counts, self.tile, self.alignment = counts, tile, alignment
+        self.slabs = len(counts) if capacity else 1
+        tiles, end = [], 0
+        for expert, count in enumerate(counts):
+            first = expert * capacity if capacity else end
+            tiles += [(expert, first + i, min(tile, count - i)) for i in range(0, count, tile)]
+            end = first + (capacity or -(-count // alignment) * alignment)
+        self.m = end if capacity else end + alignment
+        self.tiles = np.array([*tiles, (-1, 0, 0), (-1, 0, 0)], np.int32).T
+        self.expert, self.owned = np.full(self.m, -1), np.zeros(self.m, bool)
+        for expert, first, count in tiles:
+            self.expert[first : first + count] = expert
+            self.owned[first : first + -(-count // alignment) * alignment] = True
+        self.live = self.expert >= 0
+
+    @property
+    def keywords(self):
+        return {"alignment": self.alignment, "slabs": self.slabs}
 
 
-def problem(recipe: str, m_indices: np.ndarray, n: int, k: int, *, exact: bool, seed: int = 0):
-    """Operands on the host; padding rows and the experts without rows are NaN."""
+def problem(recipe, layout, n, k, *, exact, poison=np.nan, seed=0):
+    """Operands on the host; rows that are not live and experts without rows are poison."""
     rng = np.random.default_rng(seed)
-    m, dtype = len(m_indices), DTYPES[recipe]
+    m, dtype, slabs = layout.m, DTYPES[recipe], layout.slabs
 
     def draw(*shape):
         if exact:  # sums of integers below 2**24: no rounding but the last
@@ -43,39 +72,49 @@ def problem(recipe: str, m_indices: np.ndarray, n: int, k: int, *, exact: bool, 
         return np.exp2(rng.integers(-1, 2, shape)).astype(np.float32)
 
     a, b = draw(m, k).astype(dtype), draw(EXPERTS, n, k).astype(dtype)
-    padding = m_indices < 0
-    a[padding] = np.nan
-    b[[e for e in range(EXPERTS) if e not in m_indices]] = np.nan
+    a[~layout.live] = np.nan
+    b[[e for e, count in enumerate(layout.counts) if not count]] = np.nan
     if recipe == "bf16":
-        return a, None, b, None, m_indices
-    a_scales = powers(k // 128, -(-m // 4) * 4)
-    a_scales[:, :m][:, padding] = np.nan
-    a_scales[:, m:] = np.nan
-    return a, a_scales, b, powers(EXPERTS, n // 128, k // 128), m_indices
+        return a, None, b, None, layout.tiles
+    rows = m // slabs
+    a_scales = powers(slabs, k // 128, -(-rows // 4) * 4)
+    a_scales[:, :, rows:] = poison
+    a_scales[:, :, :rows].swapaxes(1, 2)[~layout.live.reshape(slabs, rows)] = poison
+    b_scales = powers(EXPERTS, n // 128, k // 128)
+    return a, a_scales.reshape(-1, a_scales.shape[2]), b, b_scales, layout.tiles
 
 
-def reference(a, a_scales, b, b_scales, m_indices) -> np.ndarray:
-    """float64, one expert at a time; padding rows are 0."""
-    out = np.zeros((a.shape[0], b.shape[1]))
-    for expert in set(m_indices.tolist()) - {-1}:
-        rows = m_indices == expert
+def reference(layout, a, a_scales, b, b_scales, tiles) -> np.ndarray:
+    """float64, one expert at a time; rows that are not live are 0."""
+    out = np.zeros((layout.m, b.shape[1]))
+    if a_scales is not None:  # [slabs * G, S] -> [M, G]
+        groups = a_scales.reshape(layout.slabs, b.shape[2] // 128, -1)
+        groups = groups[:, :, : layout.m // layout.slabs].swapaxes(1, 2).reshape(layout.m, -1)
+    for expert in set(layout.expert.tolist()) - {-1}:
+        rows = layout.expert == expert
         left, right = a[rows].astype(np.float64), b[expert].astype(np.float64)
         if a_scales is not None:
-            left *= np.repeat(a_scales.T[: len(rows)][rows], 128, axis=1)
+            left *= np.repeat(groups[rows], 128, axis=1)
             right *= np.repeat(np.repeat(b_scales[expert], 128, axis=0), 128, axis=1)
         out[rows] = left @ right.T
     return out
 
 
-def check(run, operands, *, exact: bool) -> None:
-    live = operands[-1] >= 0
-    got = np.asarray(run(*jax.tree.map(jnp.asarray, operands)))[live]
-    want = reference(*operands)[live]
+def check(run, layout, operands, *, exact: bool) -> None:
+    got = np.asarray(run(*jax.tree.map(jnp.asarray, operands)))[layout.live]
+    want = reference(layout, *operands)[layout.live]
     if exact:
         np.testing.assert_array_equal(got, want.astype(ml_dtypes.bfloat16))
     else:
         difference = np.linalg.norm(got.astype(np.float64) - want, axis=1)
         assert np.max(difference / np.linalg.norm(want, axis=1)) < 4e-3  # of rounding to bf16
+
+
+def by_slab_rows(scales, layout) -> np.ndarray:
+    """[slabs * G, S] -> [M, G]."""
+    scales = np.asarray(scales)
+    slabs = scales.reshape(layout.slabs, -1, scales.shape[1])
+    return slabs[:, :, : layout.m // layout.slabs].swapaxes(1, 2).reshape(layout.m, -1)
 
 
 @pytest.fixture
@@ -84,125 +123,235 @@ def few_sms(monkeypatch):
     monkeypatch.setattr(grouped_gemm, "_SMS", 2)
 
 
-# Interpret mode takes some 10 s a case. The ring of stages is short: it wraps within a tile and
+# Interpret mode takes some seconds a case. The ring of stages is short: it wraps within a tile and
 # runs on into the next.
 @pytest.mark.parametrize(
-    ("recipe", "tile", "counts"),
+    ("recipe", "config", "counts", "alignment", "capacity"),
     [
-        ("fp8", Tile(128, 2, (8, 32), 2), {1: 33, 3: 2}),
-        ("bf16", Tile(64, 1, (8,), 3), {0: 3}),
-        ("fp8", Tile(256, 2, (32, 64), 3), {0: 40, 2: 5}),
+        ("fp8", Config(128, (8, 32), 2), [0, 33, 0, 2], 8, None),
+        ("bf16", Config(128, (8,), 3), [3, 0, 0, 0], 8, None),
+        ("fp8", Config(256, (32, 64), 3), [40, 0, 5, 0], 32, None),
+        ("fp8", Config(128, (176,), 2), [0, 170, 0, 1], 16, None),  # in two parts
+        ("fp8", Config(128, (8,), 2), [3, 0, 5, 0], 8, 8),
+        ("fp8", Config(128, (16,), 2), [3, 0, 5, 0], 16, 16),
+        ("bf16", Config(128, (32,), 2), [3, 0, 5, 0], 8, 32),
     ],
 )
-def test_interpreted(recipe, tile, counts, few_sms):
-    m_indices = layout(counts, tile.rows)[:-3]  # the last block is cut short, and dead
-    run = functools.partial(gemm_tiled, tile=tile, interpret=True)
-    n = max(128, tile.columns)
-    check(run, problem(recipe, m_indices, n, 256, exact=True), exact=True)
+def test_interpreted(recipe, config, counts, alignment, capacity, few_sms):
+    layout = Layout(counts, config.widths[-1], alignment, capacity)
+    operands = problem(recipe, layout, config.columns, 256, exact=True, poison=3e38)
+    run = functools.partial(grouped, **layout.keywords, config=config, interpret=True)
+    check(lambda *args: run(*args)[0], layout, operands, exact=True)
 
 
 def test_interpreted_default():
-    m_indices = layout({2: 1}, 32, dead_blocks=0)
-    run = functools.partial(gemm, alignment=32, interpret=True)
-    check(run, problem("fp8", m_indices, 128, 128, exact=False), exact=False)
+    layout = Layout([0, 0, 1, 0], 32, 8)
+    run = functools.partial(gemm, tile=32, expected_m=1, interpret=True, **layout.keywords)
+    operands = problem("fp8", layout, 128, 128, exact=False)
+    check(lambda *args: run(*args, None, None), layout, operands, exact=False)
 
 
-def shapes(recipe: str, m: int, n: int, k: int, experts: int = EXPERTS):
+@pytest.mark.parametrize(
+    ("recipe", "config", "counts", "alignment", "capacity", "fused"),
+    [
+        ("fp8", Config(256, (8,), 2), [3, 0, 5, 0], 8, 8, SILU),
+        ("fp8", Config(256, (24, 48), 2), [17, 0, 0, 40], 16, 48, SILU._replace(ue8m0=True)),
+        ("fp8", Config(256, (144,), 2), [0, 130, 0, 0], 8, None, SILU),
+        ("bf16", Config(256, (16,), 2), [3, 0, 5, 0], 8, None, SILU._replace(quantized=False)),
+        (
+            "fp8",
+            Config(256, (8,), 2),
+            [3, 0, 0, 0],
+            8,
+            None,
+            Fused("situ", (2.0, 3.0), True, False),
+        ),
+    ],
+)
+def test_fused_interpreted(recipe, config, counts, alignment, capacity, fused, few_sms):
+    layout = Layout(counts, config.widths[-1], alignment, capacity)
+    operands = problem(recipe, layout, 256, 128, exact=True)
+    run = functools.partial(grouped, **layout.keywords, config=config, fused=fused, interpret=True)
+    got, *scales = run(*jax.tree.map(jnp.asarray, operands))
+    gateup = jnp.asarray(reference(layout, *operands).astype(ml_dtypes.bfloat16))
+    regs, activate = Registers(True), act_quant.ACTIVATIONS[fused.activation]
+
+    @jax.jit
+    def unfused(gateup):
+        gate, up = jnp.split(gateup.astype(jnp.float32), 2, axis=1)
+        product = activate(gate, up, *fused.params, regs)
+        if not fused.quantized:
+            return product.astype(jnp.bfloat16), None
+        return quantize_tile(product, None, fused.ue8m0, regs)
+
+    want, want_scales = map(np.asarray, unfused(gateup))
+    live = layout.live
+    np.testing.assert_array_equal(np.asarray(got)[live], want[live])
+    if fused.quantized:
+        np.testing.assert_array_equal(
+            by_slab_rows(scales[0], layout)[live], want_scales[live, None]
+        )
+
+
+def shapes(recipe: str, m: int, n: int, k: int, slabs: int = 1):
     struct, dtype = jax.ShapeDtypeStruct, DTYPES[recipe]
     a_scales = b_scales = None
     if recipe == "fp8":
-        a_scales = struct((k // 128, -(-m // 4) * 4), jnp.float32)
-        b_scales = struct((experts, n // 128, k // 128), jnp.float32)
+        a_scales = struct((slabs * k // 128, -(-m // slabs // 4) * 4), jnp.float32)
+        b_scales = struct((EXPERTS, n // 128, k // 128), jnp.float32)
     return (
         *(struct((m, k), dtype), a_scales),
-        *(struct((experts, n, k), dtype), b_scales),
-        struct((m,), jnp.int32),
+        *(struct((EXPERTS, n, k), dtype), b_scales),
+        struct((3, 5), jnp.int32),
     )
 
 
+def mosaic_kernels(run, operands) -> int:
+    lowered = jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("custom_call @mosaic_gpu")
+
+
 @every_recipe
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_lowers_for_cuda(recipe, tile):
+    run = functools.partial(gemm, alignment=8, tile=tile, slabs=1, expected_m=tile)
+    assert mosaic_kernels(run, shapes(recipe, 4 * tile, 4096, 7168)) == 1
+
+
+@every_recipe
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_lowers_for_cuda(recipe, alignment, n, k):
-    # Enough blocks for the widest tile.
-    assert mosaic_kernels(alignment, shapes(recipe, 64 * alignment, n, k)) == 1
+def test_every_shape_lowers_for_cuda(recipe, n, k):
+    run = functools.partial(gemm, alignment=16, tile=64, slabs=4, expected_m=8)
+    assert mosaic_kernels(run, shapes(recipe, 64, n, k, slabs=4)) == 1
 
 
-@every_recipe
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
-def test_lowers_a_short_block_for_cuda(recipe, alignment):
-    assert mosaic_kernels(alignment, shapes(recipe, alignment - 1, 256, 128)) == 1
-
-
-def mosaic_kernels(alignment, operands) -> int:
-    traced = jax.jit(functools.partial(gemm, alignment=alignment)).trace(*operands)
-    return traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu")
-
-
-@needs_gpu
-@every_recipe
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
-@pytest.mark.parametrize(("n", "k"), [(1280, 640), (1536, 2048)])
-def test_every_alignment_on_gpu(recipe, alignment, n, k):
-    m_indices = layout({0: alignment, 1: 1, 3: 2 * alignment + 3}, alignment)[:-1]
-    run = functools.partial(gemm, alignment=alignment)
-    check(run, problem(recipe, m_indices, n, k, exact=False), exact=False)
-
-
-@needs_gpu
 @every_recipe
 @pytest.mark.parametrize(
-    "tile",
-    [
-        Tile(64, 1, (32,), 12),
-        Tile(128, 2, (8, 32), 10),
-        Tile(256, 2, (8, 32), 5),
-        Tile(256, 2, (128,), 3),
-        Tile(256, 2, (32, 64, 128), 3),
-    ],
+    ("activation", "params"),
+    [("silu", (None,)), ("silu", (7.0,)), ("oai_swiglu", (1.7, 7.0)), ("situ", (2.0, 3.0))],
 )
-def test_every_tile_on_gpu(recipe, tile):
-    m_indices = layout({0: tile.rows, 1: 9, 3: 2 * tile.rows + 3}, tile.rows)
-    run = functools.partial(gemm_tiled, tile=tile, interpret=False)
-    check(run, problem(recipe, m_indices, 2048, 768, exact=True), exact=True)
-    check(run, problem(recipe, m_indices, 2048, 768, exact=False), exact=False)
+@pytest.mark.parametrize("group", [128, None])
+def test_fused_lowers_for_cuda(recipe, activation, params, group):
+    run = functools.partial(
+        gemm_act_quant,
+        **{"alignment": 8, "tile": 32, "slabs": 1, "expected_m": 4, "group": group},
+        **{"activation": activation, "params": params},
+    )
+    # No rows to spare: the widest copy is larger than its array.
+    assert mosaic_kernels(run, shapes(recipe, 8, 512, 256)) == 1
+
+
+def test_tiles_hold_balanced_experts():
+    for rows in (0.5, 4, 32, 128, 500, 1e6):
+        tile, alignment = tile_for(rows, fp8=True)
+        assert tile % alignment == 0 and tile in TILES
+        assert tile >= min(rows, TILES[-1])
+        for n, fused in ((4096, False), (4096, True), (1280, False)):
+            config = choose_config(tile, n, fused=fused)
+            assert config.widths[-1] == tile and config.stages >= 2
+            assert n % (config.columns * config.cluster) == 0
+
+
+@needs_gpu
+@every_recipe
+@pytest.mark.parametrize("capacity", [None, 320])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("n", "k"), [(1280, 640), (1536, 2048)])
+def test_every_tile_on_gpu(recipe, n, k, tile, capacity):
+    tile_alignment = 8 if tile == 32 else 16
+    layout = Layout([tile, 1, 0, tile + 19], tile, tile_alignment, capacity)
+    run = functools.partial(gemm, tile=tile, expected_m=tile, **layout.keywords)
+    for exact in (True, False):
+        check(run, layout, problem(recipe, layout, n, k, exact=exact), exact=exact)
+
+
+@needs_gpu
+@every_recipe
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(
+    ("columns", "widths"), [(128, (32, 160)), (256, (16, 64)), (256, (128,)), (128, (192, 256))]
+)
+def test_every_config_on_gpu(recipe, cluster, columns, widths):
+    config = Config(columns, widths, most_stages(columns, widths[-1]), cluster)
+    layout = Layout([widths[-1], 9, 0, 2 * widths[-1] + 3], widths[-1], 16)
+    run = functools.partial(grouped, **layout.keywords, config=config, interpret=False)
+    for exact in (True, False):
+        operands = problem(recipe, layout, 2048, 768, exact=exact, poison=3e38)
+        check(lambda *args: run(*args)[0], layout, operands, exact=exact)
 
 
 @needs_gpu
 @every_recipe
 def test_one_expert_takes_all_on_gpu(recipe):
-    m_indices = layout({2: 2049}, 128)
-    run = functools.partial(gemm, alignment=128)
-    check(run, problem(recipe, m_indices, 2048, 1024, exact=False), exact=False)
+    layout = Layout([0, 0, 2049, 0], 160, 16)
+    run = functools.partial(gemm, tile=160, expected_m=2049, **layout.keywords)
+    check(run, layout, problem(recipe, layout, 2048, 1024, exact=False), exact=False)
+
+
+@needs_gpu
+@every_recipe
+@pytest.mark.parametrize("group", [128, None])
+@pytest.mark.parametrize("capacity", [None, 320])
+@pytest.mark.parametrize("tile", [32, 64, 128, 160])
+@pytest.mark.parametrize(("inter", "k"), [(128, 384), (768, 2048)])  # the first: short K, one chunk
+def test_fused_is_the_unfused_on_gpu(recipe, group, capacity, tile, inter, k):
+    layout = Layout([tile, 1, 0, tile + 19], tile, 8 if tile == 32 else 16, capacity)
+    operands = jax.tree.map(
+        jnp.asarray, problem(recipe, layout, 2 * inter, k, exact=False, poison=3e38)
+    )
+    rule = {"activation": "silu", "params": (None,)}
+    where = {"tile": tile, **layout.keywords}
+    got = gemm_act_quant(*operands, expected_m=tile, **where, **rule, group=group)
+    gateup = gemm(*operands, expected_m=tile, **where)
+    if group is None:
+        del where["slabs"]
+        want = act_quant.act(gateup, operands[-1], **where, **rule)
+        np.testing.assert_array_equal(
+            np.asarray(got[0])[layout.live], np.asarray(want)[layout.live]
+        )
+        return
+    want, want_scales = act_quant.act_quant(gateup, operands[-1], **where, **rule)
+    np.testing.assert_array_equal(np.asarray(got[0])[layout.live], np.asarray(want)[layout.live])
+    np.testing.assert_array_equal(
+        by_slab_rows(got[1], layout)[layout.live], by_slab_rows(want_scales, layout)[layout.live]
+    )
 
 
 @every_recipe
 def test_no_rows(recipe):
     operands = [
-        None if s is None else jnp.zeros(s.shape, s.dtype) for s in shapes(recipe, 0, 128, 128)
+        None if s is None else jnp.zeros(s.shape, s.dtype) for s in shapes(recipe, 0, 256, 128)
     ]
-    out = gemm(*operands, alignment=32)
-    assert out.shape == (0, 128)
+    where = {"alignment": 32, "tile": 32, "slabs": 1, "expected_m": 0}
+    out = gemm(*operands, **where)
+    assert out.shape == (0, 256)
     assert out.dtype == jnp.bfloat16
+    values, scales = gemm_act_quant(*operands, **where, activation="silu", params=(None,))
+    assert (values.shape, scales.shape) == ((0, 128), (1, 0))
 
 
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
         ({"alignment": 48}, ValueError, "alignment is 48"),
+        ({"tile": 48}, ValueError, "tile 48"),
+        ({"tile": 288}, ValueError, "tile 288"),
+        ({"slabs": 3}, ValueError, "64 rows in 3 slabs"),
         ({"a_scales": None}, ValueError, "both"),
         ({"n": 192}, ValueError, "multiples of 128"),
         ({"k": 192}, ValueError, "multiples of 128"),
         ({"a": jnp.bfloat16}, TypeError, "a has dtype bfloat16"),
-        ({"m_indices": jnp.int16}, TypeError, "m_indices has dtype int16"),
+        ({"tiles": jnp.int16}, TypeError, "tiles has dtype int16"),
+        ({"tiles": (2, 5)}, ValueError, "tiles has shape"),
         ({"b_scales": (4, 1, 2)}, ValueError, "b_scales has shape"),
     ],
 )
 def test_errors(change, error, text):
     n, k = change.pop("n", 128), change.pop("k", 128)
-    names = ("a", "a_scales", "b", "b_scales", "m_indices")
+    where = {"alignment": 32, "tile": 64, "slabs": 1, "expected_m": 1}
+    where |= {name: change.pop(name) for name in tuple(change) if name in where}
+    names = ("a", "a_scales", "b", "b_scales", "tiles")
     operands = dict(zip(names, shapes("fp8", 64, n, k), strict=True))
-    alignment = change.pop("alignment", 32)
     for name, what in change.items():
         struct = operands[name]
         if what is None:
@@ -212,4 +361,20 @@ def test_errors(change, error, text):
         else:
             operands[name] = struct.update(dtype=what)
     with pytest.raises(error, match=text):
-        jax.eval_shape(functools.partial(gemm, alignment=alignment), *operands.values())
+        jax.eval_shape(functools.partial(gemm, **where), *operands.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"activation": "gelu"}, ValueError, "activation='gelu'"),
+        ({"group": 64}, NotImplementedError, "group=64"),
+        ({"n": 384}, ValueError, "2I"),
+    ],
+)
+def test_fused_errors(change, error, text):
+    keywords = {"alignment": 32, "tile": 64, "slabs": 1, "expected_m": 1}
+    operands = shapes("fp8", 64, change.pop("n", 256), 128)
+    keywords |= {"activation": "silu", "params": (None,)} | change
+    with pytest.raises(error, match=text):
+        jax.eval_shape(functools.partial(gemm_act_quant, **keywords), *operands)
