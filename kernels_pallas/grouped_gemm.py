@@ -37,7 +37,7 @@ _SMS = 132  # of an H100 or H200 SXM
 _SMEM_BYTES = 227 * 1024
 _SMEM_RESERVED = 5 * 1024  # Mosaic's reduction scratch, barriers, alignment of the buffers
 _REGISTERS = {"load": 24, "compute": 240}  # of a thread; 128 * (24 + 2 * 240) <= 64 Ki
-_CHUNK = 32  # rows that an epilogue puts into shared memory at a time, in one of two buffers
+_OUTPUT_BYTES = 8 * 1024  # of the rows that an epilogue lays out at a time, in one of two buffers
 
 
 class Config(NamedTuple):
@@ -183,13 +183,12 @@ def choose_config(tile: int, n: int, *, fused: bool = False) -> Config:
     widths = (*(w for w in fine if tile <= 64 or w > tile // 2 or w % (2 * step) == 0), tile)
     columns = 2 * GROUP if fused else GROUP
     cluster = 2 if n // columns % 2 == 0 and all(w % 16 == 0 for w in widths) else 1
-    return Config(columns, widths, most_stages(columns, tile, fused), cluster)
+    return Config(columns, widths, most_stages(columns, tile), cluster)
 
 
-def most_stages(columns: int, rows: int, quantized: bool = False) -> int:
-    outputs = 2 * min(rows, _CHUNK) * GROUP * (4 if quantized else 2)
+def most_stages(columns: int, rows: int) -> int:
     stage = (columns + rows) * _ROW_BYTES + _scale_rows(rows) * 4
-    return min(12, (_SMEM_BYTES - _SMEM_RESERVED - outputs) // stage)
+    return min(12, (_SMEM_BYTES - _SMEM_RESERVED - 2 * _OUTPUT_BYTES) // stage)
 
 
 def _scale_rows(rows: int) -> int:
@@ -242,6 +241,7 @@ def grouped(
     cluster = 1 if interpret else config.cluster  # jax 0.11.2's interpreter has no multicast
     column_tiles = n // (columns * cluster)
     clusters = min(_SMS // cluster, tiles.shape[1] * column_tiles)
+    chunk_rows = _OUTPUT_BYTES // (GROUP * (4 if quantized else 2))
     regs = Registers(interpret)
     accumulator, token_vector = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
 
@@ -441,7 +441,7 @@ def grouped(
             for half, sums in enumerate(halves):
                 first_column = column + (warpgroup * len(halves) + half) * _WGMMA_ROWS
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for i, (start, x) in enumerate(_chunks(sums, _CHUNK)):
+                for i, (start, x) in enumerate(_chunks(sums, chunk_rows)):
                     staged, size = out_smem.at[warpgroup, i % 2], x.shape[1]
 
                     def copy(at, rows, start=start, staged=staged, first_column=first_column):
@@ -473,7 +473,7 @@ def grouped(
             values_ref, scales_ref = out_refs
             met = more[-1]
             slab = lax.div(row, slab_rows)
-            step = next(s for s in (_CHUNK, 16, 8) if all(x.shape[1] % s == 0 for x in gated))
+            step = chunk_rows if all(x.shape[1] % chunk_rows == 0 for x in gated) else 8
             rows = min(alignment, max(8, step // _WARPGROUPS))
             layout = spread_rows(rows, GROUP, 4)
             chunks = _chunks(gated, step)
@@ -530,9 +530,9 @@ def grouped(
     scratch = [
         swizzled((config.stages, most, depth), a.dtype),
         swizzled((config.stages, columns, depth), a.dtype),
-        swizzled((2, min(most, _CHUNK), GROUP), F32)
+        swizzled((2, chunk_rows, GROUP), F32)
         if quantized
-        else swizzled((_WARPGROUPS, 2, min(most, _CHUNK), _WGMMA_ROWS), BF16),
+        else swizzled((_WARPGROUPS, 2, chunk_rows, _WGMMA_ROWS), BF16),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
         empty,
     ]
