@@ -25,6 +25,7 @@ _PALLAS = {
     "act_quant": "act_quant:act_quant",
     "unpermute": "unpermute:unpermute",
     "gemm": "grouped_gemm:gemm",
+    "gemm_act_quant": "grouped_gemm:gemm_act_quant",
 }
 
 
@@ -45,6 +46,8 @@ def get(step: str, backend: str) -> Callable:
         raise ValueError(f"step={step!r}: must be one of {tuple(_PALLAS)}")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {BACKENDS}")
+    if step == "gemm_act_quant" and backend != "pallas":
+        raise NotImplementedError(f"step={step!r}: 'pallas' has it, {backend!r} has not")
     if backend == "xla":
         return _load(f"xla:{step}")
     if step == "gemm" and backend in ("deep_gemm", "emulator"):
@@ -52,6 +55,12 @@ def get(step: str, backend: str) -> Callable:
     return functools.partial(
         _load(f"kernels_pallas.{_PALLAS[step]}"), interpret=backend == "emulator"
     )
+
+
+def pallas_tiling(expected_rows: float, *, fp8: bool) -> tuple[int, int, bool]:
+    """(alignment, tile, fused) of our grouped GEMM for the rows an expert is expected to get."""
+    tile, alignment = _load("kernels_pallas.grouped_gemm:tile_for")(expected_rows, fp8=fp8)
+    return alignment, tile, _load("kernels_pallas.grouped_gemm:fuses")(expected_rows, fp8=fp8)
 
 
 def only_where_it_runs(x: Array, backend: str) -> Array:

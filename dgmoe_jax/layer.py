@@ -84,7 +84,7 @@ def moe_layer(
     if params.shared is not None:
         alone = dense(plan, num_tokens, cfg.recipe)
         every_row = permute.in_place(x, fmt, alone)
-        shared = experts.experts(every_row, params.shared, cfg.activation, fmt, alone)
+        shared = experts.experts(every_row, params.shared, cfg.activation, fmt, alone)[:num_tokens]
     y = unpermute.unpermute(
         routed, src2dst, routing.topk_weights, shared, cfg.router.scaling_factor, backend
     )

@@ -27,9 +27,10 @@ class Plan:
 
     layout: "contiguous" or "masked" (`dgmoe_jax.layouts`). rows: static number of rows the GEMMs
     see. capacity: rows an expert may hold (equal to `rows` where experts share them). alignment:
-    rows an expert's segment is padded to. tile: rows that a kernel takes at a time. expected_m:
-    mean rows of an expert, rounded up, by which DeepGEMM chooses its kernel. workspace_bytes:
-    predicted bytes of intermediates alive at once. why: one sentence.
+    rows an expert's segment is padded to. tile: rows that a kernel takes at a time. fused: w13's
+    GEMM activates and quantises its result ("pallas" only; the same bits). expected_m: mean rows of
+    an expert, rounded up, by which DeepGEMM chooses its kernel. workspace_bytes: predicted bytes
+    of intermediates alive at once. why: one sentence.
     """
 
     layout: str
@@ -37,6 +38,7 @@ class Plan:
     capacity: int
     alignment: int
     tile: int
+    fused: bool
     expected_m: int
     workspace_bytes: int
     backend: str
@@ -45,11 +47,11 @@ class Plan:
     def __post_init__(self):
         if self.layout not in ("contiguous", "masked"):
             raise ValueError(f"Plan.layout={self.layout!r}: must be 'contiguous' or 'masked'")
-        for name in ("rows", "capacity", "alignment", "tile"):
-            value, least = getattr(self, name), 0 if name in ("rows", "capacity") else 8
-            # A dense block (`dense`) holds as many rows as there are tokens.
-            if value < least or (least and value % 8):
-                raise ValueError(f"Plan.{name}={value}: must be a multiple of 8, at least {least}")
+        for name, value in (("alignment", self.alignment), ("tile", self.tile)):
+            if value < 8 or value % 8:
+                raise ValueError(f"Plan.{name}={value}: must be a positive multiple of 8")
+        if self.fused and self.backend != "pallas":
+            raise ValueError(f"Plan.fused=True: not with backend={self.backend!r}, only 'pallas'")
         if self.tile % self.alignment:
             raise ValueError(
                 f"Plan.tile={self.tile}: must be a multiple of alignment={self.alignment}"
@@ -151,7 +153,7 @@ def _layout(backend, expected_rows, laid_out, budget, fraction) -> tuple[Plan, s
 def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
     assignments = num_tokens * top_k
     expected_rows = assignments / cfg.num_experts
-    alignment, tile = tiling(expected_rows, backend, cfg.recipe)
+    alignment, tile, fused = tiling(expected_rows, backend, cfg.recipe)
     if layout == "masked":
         multiple = MASKED_MULTIPLE if backend in ("deep_gemm", "emulator") else tile
         capacity = layouts.masked_capacity(num_tokens, top_k, multiple, distinct_ids=distinct_ids)
@@ -164,8 +166,9 @@ def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
         capacity=capacity,
         alignment=alignment,
         tile=tile,
+        fused=fused,
         expected_m=-(-assignments // cfg.num_experts),
-        workspace_bytes=_workspace_bytes(cfg, num_tokens, assignments, rows, layout, backend),
+        workspace_bytes=_workspace_bytes(cfg, num_tokens, assignments, rows, backend, fused),
         backend=backend,
         why="",
     )
@@ -173,14 +176,17 @@ def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
 
 def dense(plan: Plan, num_tokens: int, recipe: str) -> Plan:
     """`plan` for one expert that gets every token in its place: the shared experts."""
-    alignment, tile = tiling(num_tokens, plan.backend, recipe)
+    alignment, tile, fused = tiling(num_tokens, plan.backend, recipe)
+    # Our grouped GEMM writes whole steps of `alignment` rows.
+    rows = -(-num_tokens // alignment) * alignment if plan.backend == "pallas" else num_tokens
     return replace(
         plan,
         layout="contiguous",
-        rows=num_tokens,
-        capacity=num_tokens,
+        rows=rows,
+        capacity=rows,
         alignment=alignment,
         tile=tile,
+        fused=fused,
         expected_m=num_tokens,
     )
 
@@ -197,20 +203,23 @@ def _count(name: str, value: int, least: int) -> int:
     return value
 
 
-def tiling(expected_rows: float, backend: str, recipe: str) -> tuple[int, int]:
-    """(alignment, tile) from the rows an expert is expected to get.
+def tiling(expected_rows: float, backend: str, recipe: str) -> tuple[int, int, bool]:
+    """(alignment, tile, fused) from the rows an expert is expected to get.
 
     DeepGEMM's contiguous tiles are its alignment: the fastest of 32, 64 and 128 as measured on an
     H200 (FP8, w13 + w2; three shapes, 1 to 16384 tokens): small tiles until an expert fills half
-    of the next one. The xla loop has no tiles: whole blocks per expert, within reason.
+    of the next one. Our GEMM knows its own. The xla loop has no tiles: whole blocks per expert,
+    within reason.
     """
     if backend == "xla":
         block = 8
         while block < min(expected_rows, 512):
             block *= 2
-        return block, block
+        return block, block, False
+    if backend == "pallas":
+        return backends.pallas_tiling(expected_rows, fp8=recipe != "bf16")
     block = 32 if expected_rows < 16 else 64 if expected_rows < 64 else 128
-    return block, block
+    return block, block, False
 
 
 def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tuple[str, str]:
@@ -246,16 +255,17 @@ def _refuse(backend: str, recipe: str, arch: str) -> None:
 
 
 def _workspace_bytes(
-    cfg: MoEConfig, num_tokens: int, assignments: int, rows: int, layout: str, backend: str
+    cfg: MoEConfig, num_tokens: int, assignments: int, rows: int, backend: str, fused: bool
 ) -> int:
     recipe = RECIPES[cfg.recipe]
     hidden, inner = padded(cfg.hidden_size), padded(cfg.intermediate_size)
-    index = 4 * (2 * assignments + (rows if layout == "contiguous" else 0))
+    index = 4 * (2 * assignments + (rows if backend == "deep_gemm" else 0))
     source = 2 * hidden * num_tokens if cfg.num_shared_experts else 0
     w13_in, w13_out = _row_bytes(recipe, hidden), 4 * inner
     w2_in, w2_out = _row_bytes(recipe, inner), 2 * hidden
-    widest = max(w13_in + w13_out, w13_out + w2_in, w2_in + w2_out)
-    return index + source + rows * widest
+    steps = [(w2_in, w2_out)]
+    steps += [(w13_in, w2_in)] if fused else [(w13_in, w13_out), (w13_out, w2_in)]
+    return index + source + rows * max(map(sum, steps))
 
 
 def _row_bytes(recipe: Recipe, width: int) -> int:

@@ -342,7 +342,7 @@ def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = 
         alone = dense(decision, len(x), cfg.recipe)
         in_place = jax.jit(functools.partial(permute.in_place, fmt=fmt, plan=alone))
         every_row = spoil_rows(in_place(jnp.asarray(x)), 1)
-        shared = run_experts(every_row, layer.params.shared, alone)[-1]
+        shared = run_experts(every_row, layer.params.shared, alone)[-1][: len(x)]
     y = run_step(
         jnp.asarray(out),
         src2dst,

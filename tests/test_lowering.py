@@ -67,9 +67,17 @@ def test_deep_gemm_is_one_program_of_mosaic_kernels_and_gemms(recipe, layout, sh
 @every_layout
 def test_pallas_is_one_program_of_mosaic_kernels_alone(recipe, layout):
     text = lowered(layer_of("pallas", recipe, layout=layout), "cuda", count=16)
-    calls = custom_calls(text)
-    assert set(calls) == {"mosaic_gpu"} and 6 <= len(calls) <= 7
+    # route, permute_index, permute; w13, act unless w13 does it, w2; unpermute
+    fused = dg.plan(layer_of("pallas", recipe).cfg, 16, arch="sm90").fused
+    assert custom_calls(text) == ["mosaic_gpu"] * (6 if fused else 7)
+    assert fused == (recipe == "fp8_block")
     assert is_one_program_without_the_host(text)
+
+
+@pytest.mark.parametrize("count", [1, 17, 4001])
+def test_pallas_lowers_with_shared_experts_at_odd_sizes(count):
+    text = lowered(layer_of("pallas", "fp8_block", shared=1), "cuda", count=count)
+    assert set(custom_calls(text)) == {"mosaic_gpu"}
 
 
 @every_recipe

@@ -72,6 +72,11 @@ MISTAKES = {
         ValueError,
         "tile=24.*alignment=16",
     ),
+    "fused without our GEMM": (
+        lambda: dataclasses.replace(dg.plan(CFG, 5), fused=True),
+        ValueError,
+        "fused=True: not with backend='xla'",
+    ),
     "layout is unknown": (
         lambda: dataclasses.replace(dg.plan(CFG, 5), layout="compact"),
         ValueError,

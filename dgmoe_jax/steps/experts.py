@@ -13,33 +13,49 @@ from dgmoe_jax.recipes import Format
 from dgmoe_jax.types import ExpertWeights, Rows, Scaled
 
 
+def _operands(rows: Rows, weights: Scaled) -> tuple:
+    return (
+        *(rows.values, rows.scales, weights.values, weights.scales),
+        *(rows.tiles, rows.m_indices, rows.masked_m),
+    )
+
+
+def _where(plan: Plan) -> dict[str, int]:
+    return dict(
+        alignment=plan.alignment, tile=plan.tile, slabs=plan.slabs, expected_m=plan.expected_m
+    )
+
+
 def gemm(rows: Rows, weights: Scaled, plan: Plan) -> Array:
     """Rows of width K, weights [E, N, K] -> [M, N] bf16."""
-    return backends.get("gemm", plan.backend)(
-        rows.values,
-        rows.scales,
-        weights.values,
-        weights.scales,
-        rows.tiles,
-        rows.m_indices,
-        rows.masked_m,
-        alignment=plan.alignment,
-        tile=plan.tile,
-        slabs=plan.slabs,
-        expected_m=plan.expected_m,
-    )
+    return backends.get("gemm", plan.backend)(*_operands(rows, weights), **_where(plan))
 
 
 def activate(gateup: Array, rows: Rows, activation: Activation, fmt: Format, plan: Plan) -> Rows:
     """gateup [M, 2I] bf16, where `rows` lie -> Rows of width I in `fmt`."""
     kind, params = activation.params()
-    where = dict(tile=plan.tile, alignment=plan.alignment)
-    rule = dict(activation=kind, params=params)
+    rule = dict(tile=plan.tile, alignment=plan.alignment, activation=kind, params=params)
     if fmt.group is None:
-        values = backends.get("act", plan.backend)(gateup, rows.tiles, **where, **rule)
+        values = backends.get("act", plan.backend)(gateup, rows.tiles, **rule)
         return replace(rows, values=values)
     rule |= dict(slabs=plan.slabs, group=fmt.group[1], ue8m0=fmt.ue8m0)
-    values, scales = backends.get("act_quant", plan.backend)(gateup, rows.tiles, **where, **rule)
+    values, scales = backends.get("act_quant", plan.backend)(gateup, rows.tiles, **rule)
+    return replace(rows, values=values, scales=scales)
+
+
+def _gemm_and_activate(
+    rows: Rows, weights: Scaled, activation: Activation, fmt: Format, plan: Plan
+) -> Rows:
+    """Both in one kernel, the same bits."""
+    kind, params = activation.params()
+    values, scales = backends.get("gemm_act_quant", plan.backend)(
+        *_operands(rows, weights),
+        **_where(plan),
+        activation=kind,
+        params=params,
+        group=fmt.group and fmt.group[1],
+        ue8m0=fmt.ue8m0,
+    )
     return replace(rows, values=values, scales=scales)
 
 
@@ -47,5 +63,8 @@ def experts(
     rows: Rows, weights: ExpertWeights, activation: Activation, fmt: Format, plan: Plan
 ) -> Array:
     """Rows of width H -> [M, H] bf16: w2 . activation(w13 . row), the activation kept in `fmt`."""
-    gateup = gemm(rows, weights.w13, plan)
-    return gemm(activate(gateup, rows, activation, fmt, plan), weights.w2, plan)
+    if plan.fused:
+        inner = _gemm_and_activate(rows, weights.w13, activation, fmt, plan)
+    else:
+        inner = activate(gemm(rows, weights.w13, plan), rows, activation, fmt, plan)
+    return gemm(inner, weights.w2, plan)

@@ -38,11 +38,15 @@ def permute(
 
 
 def in_place(x: Array, fmt: Format, plan: Plan) -> Rows:
-    """x [T, K] bf16 -> all of its rows in `fmt`, for one expert: what shared experts read."""
+    """x [T, K] bf16 -> all of its rows in `fmt`, for one expert: what shared experts read.
+
+    `plan.rows` of them: those past T are padding.
+    """
     count, scales = x.shape[0], None
+    x = jnp.pad(x, ((0, plan.rows - count), (0, 0)))
     if fmt.group is not None:
         quant = backends.get("quant", plan.backend)
         x, scales = quant(x, group=fmt.group[1], ue8m0=fmt.ue8m0)
     first = np.arange(0, count, plan.tile, dtype=np.int32)
     tiles = np.stack([np.zeros_like(first), first, np.minimum(plan.tile, count - first)])
-    return Rows(x, scales, jnp.asarray(tiles), jnp.zeros(count, jnp.int32), None)
+    return Rows(x, scales, jnp.asarray(tiles), jnp.zeros(plan.rows, jnp.int32), None)
