@@ -375,10 +375,12 @@ def compile_all(names: list[str], recipes: list[str], tokens: str) -> None:
             process.kill()
 
 
-def addresses(name: str, recipe: str, sizes: Iterable[int], out: Path) -> None:
+def addresses(
+    name: str, recipe: str, sizes: Iterable[int], config: dict[str, str], out: Path
+) -> None:
     """Times the layer where buffers keep their addresses from layer to layer and where not."""
     s = SHAPES[name]
-    cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe)
+    cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe, **config)
     params = random_params(cfg, jax.random.key(0))
     calls = 32
 
@@ -400,6 +402,7 @@ def addresses(name: str, recipe: str, sizes: Iterable[int], out: Path) -> None:
         x = work.xs[0]
         found = {
             "scan_us": layers_us(cfg, params, work.xs),
+            "one_call_us": _bench.median_us(lambda x=x: fresh(x, params)),
             "fresh_us": _bench.median_us(lambda x=x: chain(fresh, x)) / calls,
             "donated_us": _bench.median_us(lambda x=x: chain(donating, x)) / calls,
         }
@@ -410,10 +413,13 @@ def addresses(name: str, recipe: str, sizes: Iterable[int], out: Path) -> None:
         _bench.append(out, head | found)
 
 
-def compare_command_buffers(names: list[str], recipe: str, tokens: str, out: Path) -> int:
+def compare_command_buffers(
+    names: list[str], recipe: str, tokens: str, backend: str, out: Path
+) -> int:
     """`addresses` in processes with and without command buffers; 1 if one failed."""
     console, failed = Console(width=200), 0
-    table = Table("shape", "T", "command buffers", "in a scan", "calls, fresh", "calls, donated")
+    columns = ("one call", "in a scan", "calls, fresh", "calls, donated")
+    table = Table("shape", "T", "backend", "command buffers", *columns)
     for name, on in itertools.product(names, (True, False)):
         sizes = tokens or ",".join(str(t) for t in SHAPES[name].tokens if t <= DECODE_TOKENS)
         if not sizes:
@@ -422,15 +428,17 @@ def compare_command_buffers(names: list[str], recipe: str, tokens: str, out: Pat
         with tempfile.TemporaryDirectory() as folder:
             lines = Path(folder) / "lines.jsonl"
             command = [sys.executable, __file__, "--addresses", "--shape", name]
-            command += ["--tokens", sizes, "--recipe", recipe, "--out", str(lines)]
+            command += ["--tokens", sizes, "--recipe", recipe, "--backend", backend]
+            command += ["--out", str(lines)]
             done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=False)
             failed |= done.returncode != 0
             for line in lines.read_text().splitlines() if lines.exists() else ():
                 record = json.loads(line)
                 record["command"] = _bench.command()
                 _bench.append(out, record)
-                times = (record[n] for n in ("scan_us", "fresh_us", "donated_us"))
-                row = (name, record["T"], "on" if record["command_buffers"] else "off", *times)
+                times = ("one_call_us", "scan_us", "fresh_us", "donated_us")
+                row = (name, record["T"], record["backend"])
+                row += ("on" if record["command_buffers"] else "off", *(record[n] for n in times))
                 table.add_row(*map(cell, row))
     console.print(table)
     return int(failed)
@@ -444,6 +452,7 @@ def main(
     controls: str = ",".join(CONTROLS),
     stages: bool = False,
     command_buffers: bool = False,
+    compile_first: bool = True,
     addresses_only: bool = typer.Option(False, "--addresses", hidden=True),
     compile_only: str = typer.Option("", "--compile-gemms", hidden=True),
     plot: bool = False,
@@ -480,7 +489,7 @@ def main(
             f"needs a GPU; JAX runs on {jax.default_backend()}", param_hint=option
         )
     if command_buffers:
-        raise typer.Exit(compare_command_buffers(names, recipes[0], tokens, out))
+        raise typer.Exit(compare_command_buffers(names, recipes[0], tokens, backend, out))
     configs = [
         dict(zip(("backend", "layout"), choice.split("/"), strict=False))
         for choice in backend.split(",")
@@ -491,9 +500,13 @@ def main(
     ]
     if addresses_only or compile_only:
         for one in work:
-            addresses(*one, out) if addresses_only else compile_gemms(*one, compile_only)
+            if compile_only:
+                compile_gemms(*one, compile_only)
+                continue
+            for config in configs:
+                addresses(*one, config, out)
         return
-    if {"sglang", "gemms"} & set(asked) and not _controls.unavailable():
+    if compile_first and {"sglang", "gemms"} & set(asked) and not _controls.unavailable():
         compile_all(names, recipes, tokens)
     bench = Bench(out, asked, stages)
     for one in work:
