@@ -35,8 +35,16 @@ def sglang_us(record: dict) -> float | None:
     return record.get("control_us") if is_sglang else None
 
 
+def is_of_the_first_table(record: dict) -> bool:
+    """Timed with too few layers in a program, before the masked layout, tiles and fused kernels."""
+    return "layers" not in record
+
+
 def table(records: list[dict], recipe: str) -> str:
-    """Markdown: a row for each shape and number of tokens, times in us, the shorter one bold."""
+    """Markdown: a row for each shape and number of tokens, times in us, the shorter one bold.
+
+    A star marks lines of the first table.
+    """
 
     def cell(us: float | None, bold: bool = False) -> str:
         return "-" if us is None else f"**{us:.0f}**" if bold else f"{us:.0f}"
@@ -55,7 +63,8 @@ def table(records: list[dict], recipe: str) -> str:
             row = [
                 name,
                 str(tokens),
-                cell(us, control is None or us <= control),
+                cell(us, control is not None and us <= control)
+                + "\\*" * is_of_the_first_table(record),
                 cell(control, control is not None and control < us),
                 "-" if control is None else f"{us / control:.2f}",
                 cell(record["floor_us"]),

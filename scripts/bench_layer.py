@@ -43,6 +43,7 @@ import dgmoe_jax as dg
 
 CONTROLS = ("sglang", "gemms", "ragged_dot")
 DECODE_TOKENS = 64
+SCANNED_TOKENS = 1024
 COMPILE_SECONDS = 200
 BUFFERS_OFF = "--xla_gpu_enable_command_buffer="
 COLUMNS = {
@@ -120,7 +121,7 @@ def make_work(cfg: dg.MoEConfig, params: dg.MoEParams, num_tokens: int) -> _cont
 
     Enough of them that the 0.1 to 0.2 ms from the host's call to its answer do not show.
     """
-    layers = 32 if num_tokens <= 1024 else 16 if num_tokens <= 8192 else 8
+    layers = 32 if num_tokens <= SCANNED_TOKENS else 4
     shape = (layers, num_tokens, cfg.hidden_size)
     xs = jax.random.normal(jax.random.key(num_tokens), shape, jnp.bfloat16)
     return _controls.Work(xs, *_work(xs, params.gate_weight, cfg.router))
@@ -192,15 +193,28 @@ def layer(x: jax.Array, params: dg.MoEParams, cfg: dg.MoEConfig) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def _layers(xs: jax.Array, params: dg.MoEParams, cfg: dg.MoEConfig) -> jax.Array:
+def _scanned(xs: jax.Array, params: dg.MoEParams, cfg: dg.MoEConfig) -> jax.Array:
     step = lambda carry, x: (carry, dg.moe_layer(x, params, cfg))  # noqa: E731
     return jax.lax.scan(step, 0, xs, unroll=min(4, xs.shape[0]))[1]
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
+def _apart(xs: list[jax.Array], params: dg.MoEParams, cfg: dg.MoEConfig) -> list[jax.Array]:
+    return [layer(x, params, cfg) for x in xs]
+
+
 def layers_us(cfg: dg.MoEConfig, params: dg.MoEParams, xs: jax.Array) -> float:
-    """Device time of one layer: all of `xs` inside one program."""
-    repeats = 10 if xs.shape[1] > 1024 else 20
-    return _bench.median_us(lambda: _layers(xs, params, cfg), repeats=repeats) / xs.shape[0]
+    """Device time of one layer: all of `xs` inside one program, a few programs in the queue.
+
+    A scan keeps its buffers' addresses, as decoding does, but copies x and y of each layer, which
+    shows once they are large: then each is an array of its own.
+    """
+    if xs.shape[1] <= SCANNED_TOKENS:
+        run, args, queued, repeats = _scanned, xs, 2, 20
+    else:
+        run, args, queued, repeats = _apart, list(xs), 4, 5
+    call = lambda: [run(args, params, cfg) for _ in range(queued)]  # noqa: E731
+    return _bench.median_us(call, repeats=repeats) / xs.shape[0] / queued
 
 
 def measure(

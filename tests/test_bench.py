@@ -114,7 +114,7 @@ def test_stages_are_per_call_and_the_pauses_between_calls_are_no_gap():
 def test_plot_and_table_take_each_last_line_and_the_fastest_configuration(tmp_path):
     head = {"bench": "layer", "shape": "tiny", "E": 8, "k": 2, "H": 256, "I": 128}
     head |= {"recipe": "fp8_block", "layout": "contiguous", "floor_us": 5.0, "control_us": 30.0}
-    head |= {"control": "SGLang 0.5.21", "one_call_us": 50.0}
+    head |= {"control": "SGLang 0.5.21", "one_call_us": 50.0, "layers": 32}
     out = tmp_path / "layer.jsonl"
     found = [(1, "xla", 10.0), (1, "xla", 20.0), (1, "pallas", 15.0), (64, "pallas", 40.0)]
     for tokens_, backend, us in found:
@@ -129,6 +129,9 @@ def test_plot_and_table_take_each_last_line_and_the_fastest_configuration(tmp_pa
     text = bench("--table", "--out", out).output.splitlines()
     assert text[2].split(" | ")[:5] == ["| 8, 2, 256, 128 (tiny)", "1", "**15**", "30", "0.50"]
     assert text[3].split(" | ")[2:5] == ["40", "**30**", "1.33"]
+    first = {name: value for name, value in head.items() if name != "layers"}
+    first |= {"T": 1, "backend": "xla", "us": 20.0}
+    assert "| **20**\\* | 30 |" in _report.table([first], "fp8_block")
     done = bench("--plot", "--out", out)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
