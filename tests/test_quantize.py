@@ -44,8 +44,8 @@ def needs_exact_division(backend="xla"):
 @every_backend
 @pytest.mark.parametrize("shape", [(1, 128), (3, 384), (17, 256)])
 def test_quant_is_bit_equal_to_the_reference(backend, shape):
-    needs_exact_division(backend)
     """IEEE division, not multiplication by a reciprocal: an ulp of the scale would show."""
+    needs_exact_division(backend)
     rng = np.random.default_rng(0)
     x = f64(gaussian(rng, *shape)) * np.exp2(rng.integers(-30, 30, (shape[0], 1)))
     x = x.astype(ml_dtypes.bfloat16)
