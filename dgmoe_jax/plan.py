@@ -18,8 +18,11 @@ E 256, H 7168, I 2048, FP8: the layer in 114 us against 129 for 1 token, 1077 ag
 w13, activation and w2 in 2884 us against 2923 for the two GEMMs alone at 32 rows an expert; both
 GEMMs in 3911 against 3716 at 128."""
 
-MASKED_FROM_ROWS = 4
-"""Rows expected per expert from which DeepGEMM's masked GEMM beats its contiguous one there."""
+MASKED_FROM_ROWS = 0.5
+"""Rows expected per expert from which DeepGEMM's masked GEMMs beat its contiguous ones there, or
+tie, at the static number of rows that a jitted program must have: 1159 us against 1259 at 0.5
+(E 256), 174 against 170 at 4, 203 against 251 at 64 (E 128), 818 against 906 at 256 (E 32), 720
+against 700 at 512 (E 128); but 136 against 96 at 0.03."""
 
 MASKED_MULTIPLE = 128
 """DeepGEMM stores whole blocks of 64 or 128 rows: a slab must hold them, or the next one is hit."""
