@@ -327,6 +327,8 @@ def _install(platform):
         import tvm_ffi
 
         if platform == "gpu":
+            # DeepGEMM reads it at its first GEMM.
+            os.environ.setdefault("DG_JIT_CACHE_DIR", str(kernel_cache_dir()))
             import deep_gemm
             import torch
 
@@ -458,3 +460,21 @@ def _build_shim(platform):
     finally:
         os.environ["PATH"] = path
     return library
+
+
+def emulator_availability():
+    """None when the emulator's bridge can be built here, else the reason as a sentence."""
+    return _missing_software(("tvm_ffi", "jax_tvm_ffi", "ninja"))
+
+
+def kernel_cache_dir():
+    """Where DeepGEMM keeps its compiled kernels, a folder ``cache/kernel.<name>.<hash>`` each.
+
+    ``DG_JIT_CACHE_DIR``, else ``deep_gemm`` under ``DGMOE_JAX_CACHE_DIR``, so that one directory
+    holds all that is compiled, else DeepGEMM's own ``~/.deep_gemm``.
+    """
+    if chosen := os.environ.get("DG_JIT_CACHE_DIR"):
+        return pathlib.Path(chosen)
+    if chosen := os.environ.get("DGMOE_JAX_CACHE_DIR"):
+        return pathlib.Path(chosen) / "deep_gemm"
+    return pathlib.Path.home() / ".deep_gemm"
