@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -45,7 +43,12 @@ CONTROLS = ("sglang", "gemms", "ragged_dot")
 DECODE_TOKENS = 64
 SCANNED_TOKENS = 1024
 COMPILE_SECONDS = 200
-BUFFERS_OFF = "--xla_gpu_enable_command_buffer="
+COMMAND_BUFFER_TIMES = {
+    "one_call_us": "one call",
+    "scan_us": "in a scan",
+    "fresh_us": "calls, fresh",
+    "donated_us": "calls, donated",
+}
 COLUMNS = {
     "shape": "shape",
     "T": "T",
@@ -389,11 +392,12 @@ def compile_all(names: list[str], recipes: list[str], tokens: str) -> None:
             process.kill()
 
 
-def addresses(
+def command_buffers(
     name: str, recipe: str, sizes: Iterable[int], config: dict[str, str], out: Path
 ) -> None:
-    """Times the layer where buffers keep their addresses from layer to layer and where not."""
-    s = SHAPES[name]
+    """The layer with and without XLA's command buffers: called once, in a scan, where buffers keep
+    their addresses from layer to layer, and from call to call with new buffers or donated ones."""
+    s, console = SHAPES[name], Console(width=200)
     cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe, **config)
     params = random_params(cfg, jax.random.key(0))
     calls = 32
@@ -403,59 +407,35 @@ def addresses(
         x = (x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True))).astype(x.dtype)
         return x + dg.moe_layer(x, params, cfg)
 
-    fresh, donating = jax.jit(block), jax.jit(block, donate_argnums=0)
+    def scan(xs, params):
+        return jax.lax.scan(lambda c, x: (c, dg.moe_layer(x, params, cfg)), 0, xs, unroll=4)[1]
 
-    def chain(fn: Callable, x: jax.Array) -> list[jax.Array]:
+    def chain(fn: Callable, x: jax.Array, keep: bool) -> list[jax.Array]:
         kept = [x + 0]
         for _ in range(calls):
             kept.append(fn(kept[-1], params))
-        return kept[-1:] if fn is donating else kept
+        return kept if keep else kept[-1:]
 
-    for num_tokens in sizes:
-        work = make_work(cfg, params, num_tokens)
-        x = work.xs[0]
-        found = {
-            "scan_us": layers_us(cfg, params, work.xs),
-            "one_call_us": _bench.median_us(lambda x=x: fresh(x, params)),
-            "fresh_us": _bench.median_us(lambda x=x: chain(fresh, x)) / calls,
-            "donated_us": _bench.median_us(lambda x=x: chain(donating, x)) / calls,
+    table = Table("shape", "T", "backend", "command buffers", *COMMAND_BUFFER_TIMES.values())
+    for num_tokens, on in itertools.product(sizes, (True, False)):
+        options = None if on else {"xla_gpu_enable_command_buffer": ""}
+        jit = functools.partial(jax.jit, compiler_options=options)
+        fresh, donating, scanned = jit(block), jit(block, donate_argnums=0), jit(scan)
+        xs = make_work(cfg, params, num_tokens).xs
+        x = xs[0]
+        times = {
+            "one_call_us": _bench.median_us(lambda x=x, f=fresh: f(x, params)),
+            "scan_us": _bench.median_us(lambda xs=xs, f=scanned: f(xs, params)) / len(xs),
+            "fresh_us": _bench.median_us(lambda x=x, f=fresh: chain(f, x, True)) / calls,
+            "donated_us": _bench.median_us(lambda x=x, f=donating: chain(f, x, False)) / calls,
         }
-        head = {"bench": "command_buffers", **_bench.environment(), "shape": name}
-        head |= {"E": s.E, "k": s.k, "H": s.H, "I": s.I, "T": num_tokens, "recipe": recipe}
-        head |= {"backend": dg.plan(cfg, num_tokens).backend}
-        head |= {"command_buffers": BUFFERS_OFF not in os.environ.get("XLA_FLAGS", "").split()}
-        _bench.append(out, head | found)
-
-
-def compare_command_buffers(
-    names: list[str], recipe: str, tokens: str, backend: str, out: Path
-) -> int:
-    """`addresses` in processes with and without command buffers; 1 if one failed."""
-    console, failed = Console(width=200), 0
-    columns = ("one call", "in a scan", "calls, fresh", "calls, donated")
-    table = Table("shape", "T", "backend", "command buffers", *columns)
-    for name, on in itertools.product(names, (True, False)):
-        sizes = tokens or ",".join(str(t) for t in SHAPES[name].tokens if t <= DECODE_TOKENS)
-        if not sizes:
-            continue
-        flags = os.environ.get("XLA_FLAGS", "") + ("" if on else f" {BUFFERS_OFF}")
-        with tempfile.TemporaryDirectory() as folder:
-            lines = Path(folder) / "lines.jsonl"
-            command = [sys.executable, __file__, "--addresses", "--shape", name]
-            command += ["--tokens", sizes, "--recipe", recipe, "--backend", backend]
-            command += ["--out", str(lines)]
-            done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=False)
-            failed |= done.returncode != 0
-            for line in lines.read_text().splitlines() if lines.exists() else ():
-                record = json.loads(line)
-                record["command"] = _bench.command()
-                _bench.append(out, record)
-                times = ("one_call_us", "scan_us", "fresh_us", "donated_us")
-                row = (name, record["T"], record["backend"])
-                row += ("on" if record["command_buffers"] else "off", *(record[n] for n in times))
-                table.add_row(*map(cell, row))
+        record = {"bench": "command_buffers", **_bench.environment(), "shape": name}
+        record |= {"E": s.E, "k": s.k, "H": s.H, "I": s.I, "T": num_tokens, "recipe": recipe}
+        record |= {"backend": dg.plan(cfg, num_tokens).backend, "command_buffers": on}
+        _bench.append(out, record | times)
+        row = (name, num_tokens, record["backend"], "on" if on else "off", *times.values())
+        table.add_row(*map(cell, row))
     console.print(table)
-    return int(failed)
 
 
 def main(
@@ -465,9 +445,8 @@ def main(
     backend: str = "auto",
     controls: str = ",".join(CONTROLS),
     stages: bool = False,
-    command_buffers: bool = False,
+    buffers: bool = typer.Option(False, "--command-buffers"),
     compile_first: bool = True,
-    addresses_only: bool = typer.Option(False, "--addresses", hidden=True),
     compile_only: str = typer.Option("", "--compile-gemms", hidden=True),
     plot: bool = False,
     table: bool = False,
@@ -497,13 +476,11 @@ def main(
             raise typer.BadParameter(
                 f"{sorted(unknown)}: known are {list(known)}", param_hint=option
             )
-    if (stages or command_buffers) and jax.default_backend() != "gpu":
+    if (stages or buffers) and jax.default_backend() != "gpu":
         option = "--stages" if stages else "--command-buffers"
         raise typer.BadParameter(
             f"needs a GPU; JAX runs on {jax.default_backend()}", param_hint=option
         )
-    if command_buffers:
-        raise typer.Exit(compare_command_buffers(names, recipes[0], tokens, backend, out))
     configs = [
         dict(zip(("backend", "layout"), choice.split("/"), strict=False))
         for choice in backend.split(",")
@@ -512,13 +489,14 @@ def main(
         (name, kind, [int(t) for t in tokens.split(",") if t] or SHAPES[name].tokens)
         for name, kind in itertools.product(names, recipes)
     ]
-    if addresses_only or compile_only:
+    if compile_only:
         for one in work:
-            if compile_only:
-                compile_gemms(*one, compile_only)
-                continue
-            for config in configs:
-                addresses(*one, config, out)
+            compile_gemms(*one, compile_only)
+        return
+    if buffers:
+        for (name, kind, sizes), config in itertools.product(work, configs):
+            few = sizes if tokens else [t for t in sizes if t <= DECODE_TOKENS]
+            command_buffers(name, kind, few, config, out)
         return
     if compile_first and {"sglang", "gemms"} & set(asked) and not _controls.unavailable():
         compile_all(names, recipes, tokens)
