@@ -1,6 +1,13 @@
-"""DeepGEMM's grouped GEMMs on a CPU, from the bytes that its SM90 kernels would read.
+"""DeepGEMM's grouped GEMMs on a CPU, from the bytes that its SM90 and SM100 kernels would read.
 
 Shares no code with what packs those bytes. The shim hands over plain integers only.
+
+Which format the bytes have follows from dtypes and shapes. Scales in f32 are SM90's: one per 128
+values of a row of a, and per 128 x 128 block of b. Scales in int32 are SM100's, for both operands:
+one UE8M0 byte (2^(byte - 127), 255 is NaN) per row and 128 or 32 values, four along K in an int32,
+the first in the lowest byte. Values in int8 or uint8 are FP4 (E2M1), two along K in a byte, the
+first in the low nibble. Scales that a TMA descriptor reads must be MN-major: neighbouring rows side
+by side, and MN rounded up to 4 (16 bytes) from one column to the next.
 """
 
 import ctypes
@@ -10,13 +17,16 @@ import ml_dtypes
 import numpy as np
 
 _DTYPES = {  # DLPack (code, bits)
+    (0, 8): np.dtype(np.int8),
     (0, 32): np.dtype(np.int32),
+    (1, 8): np.dtype(np.uint8),
     (2, 32): np.dtype(np.float32),
     (4, 16): np.dtype(ml_dtypes.bfloat16),
     (10, 8): np.dtype(ml_dtypes.float8_e4m3fn),
 }
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _SCALE_GROUP = 128
-# The FP8 kernel decides for each 64 rows of a block whether they hold anything (WGMMA's M).
+# SM90's FP8 kernel decides for each 64 rows of a block whether they hold anything (WGMMA's M).
 _WAVE = 64
 
 
@@ -40,39 +50,94 @@ def _tensors(flat):
     return views
 
 
-def _require_tma_scales(a_scales, a):
+def _is_fp4(values):
+    return values.dtype in (np.int8, np.uint8)
+
+
+def _depth(values):
+    """K: a byte of FP4 holds two of its values."""
+    return values.shape[-1] * (2 if _is_fp4(values) else 1)
+
+
+def _granularity(scales, values):
+    """Values along K that share a scale, as the width of the scales says.
+
+    One int32 a row, at K <= 128, fits 1x128 and 1x32: then 1x32 for FP4, which has no other, and
+    1x128 for FP8, as in DeepGEMM's default recipe.
+    """
+    if scales.dtype != np.int32:
+        return _SCALE_GROUP
+    choices = (32,) if _is_fp4(values) else (128, 32)
+    fitting = [g for g in choices if scales.shape[-1] == math.ceil(_depth(values) / (4 * g))]
+    return (fitting or choices)[0]
+
+
+def _require_tma_scales(scales, values, name="a", granularity=None):
     # The TMA descriptor is made from the shape alone; other strides would be repacked on the GPU.
-    *slabs, rows, depth = a.shape
-    groups, aligned_rows = depth // _SCALE_GROUP, math.ceil(rows / 4) * 4
+    *slabs, rows, _ = values.shape
+    granularity = granularity or _granularity(scales, values)
+    groups = math.ceil(_depth(values) / (granularity * (4 if scales.dtype == np.int32 else 1)))
+    aligned_rows = math.ceil(rows / 4) * 4
     wanted = (*(groups * aligned_rows for _ in slabs), 1, aligned_rows)
-    strides = tuple(s // a_scales.itemsize for s in a_scales.strides)
-    if a_scales.shape != (*slabs, rows, groups) or strides != wanted:
+    strides = tuple(s // scales.itemsize for s in scales.strides)
+    if scales.shape != (*slabs, rows, groups) or strides != wanted:
         raise ValueError(
-            f"scales of a: shape {a_scales.shape} with strides {strides}; the kernel reads shape "
-            f"{(*slabs, rows, groups)} with strides {wanted}"
+            f"scales of {name}: shape {scales.shape} with strides {strides}; the kernel reads "
+            f"shape {(*slabs, rows, groups)} with strides {wanted}"
         )
 
 
 def _operands(integers):
-    """a, a_scales, b, b_scales, d, the groups and the last integer; no scales: bf16."""
-    *flat, number = (int(i) for i in integers)
-    tensors = _tensors(flat)
+    """a, a_scales, b, b_scales, d, the groups, the number after them and the K granularities.
+
+    No scales: bf16.
+    """
+    flat, end = [int(i) for i in integers], 0
+    while len(flat) - end >= 6:  # a vector's four integers, its size and its stride
+        end += 4 + 2 * flat[end + 3]
+    tensors, (number, *granularities) = _tensors(flat[:end]), flat[end:]
     if len(tensors) == 4:
         a, b, d, groups = tensors
-        return a, None, b, None, d, groups, number
-    _require_tma_scales(tensors[1], tensors[0])
-    return *tensors, number
+        return a, None, b, None, d, groups, number, (None, None)
+    a, a_scales, b, b_scales, d, groups = tensors
+    if a_scales.dtype != b_scales.dtype or (_is_fp4(b) and b_scales.dtype != np.int32):
+        raise TypeError(
+            f"scales of a are {a_scales.dtype} and of b {b_scales.dtype} for {b.dtype} values; "
+            "both must be f32 (SM90, FP8 only) or both int32 (SM100)"
+        )
+    if _is_fp4(b) and _depth(b) % 128:
+        raise ValueError(f"K is {_depth(b)}; FP4 needs a multiple of 128")
+    granularities = granularities or [_granularity(a_scales, a), _granularity(b_scales, b)]
+    _require_tma_scales(a_scales, a, "a", granularities[0])
+    if b_scales.dtype == np.int32:
+        _require_tma_scales(b_scales, b, "b", granularities[1])
+    return *tensors, number, tuple(granularities)
 
 
-def _product(a, a_scales, b, b_scales):
+def _numbers(values, scales, granularity=None):
+    """[rows, K] float64: an operand as the kernel multiplies it."""
+    if _is_fp4(values):
+        codes = np.stack([values & 0xF, (values >> 4) & 0xF], axis=-1).reshape(len(values), -1)
+        numbers = np.where(codes & 8, -1.0, 1.0) * _E2M1[codes & 7]
+    else:
+        numbers = values.astype(np.float64)
+    if scales is None:
+        return numbers
+    rows, depth = numbers.shape
+    granularity = granularity or _granularity(scales, values)
+    if scales.dtype == np.int32:
+        codes = np.stack([(scales >> shift) & 0xFF for shift in (0, 8, 16, 24)], axis=-1)
+        codes = codes.reshape(rows, 4 * scales.shape[1])
+        scales = np.where(codes == 255, np.nan, np.exp2(codes - 127.0))
+    elif len(scales) != rows:
+        scales = scales.repeat(_SCALE_GROUP, axis=0)[:rows]
+    return numbers * scales.astype(np.float64).repeat(granularity, axis=1)[:, :depth]
+
+
+def _product(a, a_scales, b, b_scales, granularities=(None, None)):
     """a [M, K] times b [N, K] transposed, as bf16: by way of f32, as the kernels round theirs."""
     with np.errstate(all="ignore"):  # padding rows may hold anything
-        x, w = a.astype(np.float64), b.astype(np.float64)
-        if a_scales is not None:
-            x *= np.repeat(a_scales.astype(np.float64), _SCALE_GROUP, axis=1)
-            blocks = b_scales.astype(np.float64)
-            blocks = blocks.repeat(_SCALE_GROUP, axis=0).repeat(_SCALE_GROUP, axis=1)
-            w *= blocks[: w.shape[0], : w.shape[1]]
+        x, w = _numbers(a, a_scales, granularities[0]), _numbers(b, b_scales, granularities[1])
         return (x @ w.T).astype(np.float32).astype(ml_dtypes.bfloat16)
 
 
@@ -81,20 +146,21 @@ def m_grouped_gemm_nt_contiguous(*integers):
 
     Args:
       *integers: the tensors ``a, b, d, m_indices`` (bf16) or ``a, a_scales, b, b_scales, d,
-        m_indices`` (e4m3 with f32 scales: 1x128 along K for a, 128x128 for b), each as address,
-        DLPack dtype code, bits, ndim, shape, strides (in elements); then the alignment, which is
-        the number of rows in a block.
+        m_indices`` (the module says in which formats), each as address, DLPack dtype code, bits,
+        ndim, shape, strides (in elements); then the alignment, which is the number of rows in a
+        block; then, if the recipes are given, how many values along K share a scale in a and in b.
 
-    A block whose first m_indices is -1 is left untouched, and in FP8 so are 64 rows of a block
-    that start with -1. (On an H200 such rows get zeros in FP8, and in bf16 whatever expert 0 makes
-    of the padding; nobody may read them.)
+    A block whose first m_indices is -1 is left untouched, and in SM90's FP8 so are 64 rows of a
+    block that start with -1. (On an H200 such rows get zeros in FP8, and in bf16 whatever expert 0
+    makes of the padding, as from SM100's scheduler; nobody may read them.)
 
     Raises:
       ValueError, TypeError: memory that DeepGEMM would refuse or read wrongly.
       IndexError: an expert that does not exist; a GPU would read past the weights.
     """
-    a, a_scales, b, b_scales, d, m_indices, alignment = _operands(integers)
+    a, a_scales, b, b_scales, d, m_indices, alignment, recipes = _operands(integers)
     fp8 = a_scales is not None
+    in_waves = fp8 and a_scales.dtype == np.float32
     rows, experts = a.shape[0], b.shape[0]
     if m_indices.shape != (rows,) or d.shape != (rows, b.shape[1]):
         raise ValueError(
@@ -109,14 +175,14 @@ def m_grouped_gemm_nt_contiguous(*integers):
         if expert < 0:
             continue
         end = min(first + alignment, rows)
-        step = _WAVE if fp8 else alignment
+        step = _WAVE if in_waves else alignment
         for wave in range(first, end, step):
-            if m_indices[wave] >= 0 or not fp8:
+            if m_indices[wave] >= 0 or not in_waves:
                 rows_of.setdefault(expert, []).extend(range(wave, min(wave + step, end)))
 
     for e, live in rows_of.items():
         scales = (a_scales[live], b_scales[e]) if fp8 else (None, None)
-        d[live] = _product(a[live], scales[0], b[e], scales[1])
+        d[live] = _product(a[live], scales[0], b[e], scales[1], recipes)
 
 
 def m_grouped_gemm_nt_masked(*integers):
@@ -125,7 +191,8 @@ def m_grouped_gemm_nt_masked(*integers):
     Args:
       *integers: the tensors ``a, b, d, masked_m`` (bf16) or ``a, a_scales, b, b_scales, d,
         masked_m``, as of the contiguous function, a and d with a leading dimension of experts;
-        then expected_m, which chooses among equal kernels and is not read here.
+        then expected_m, which chooses among equal kernels and is not read here; then the recipes
+        as there.
 
     The kernels store whole waves of 64 rows: the rest of the last one holds NaN here.
 
@@ -133,7 +200,7 @@ def m_grouped_gemm_nt_masked(*integers):
       ValueError, TypeError: memory that DeepGEMM would refuse or read wrongly, or a masked_m
         beyond the slab, which a GPU would read past.
     """
-    a, a_scales, b, b_scales, d, masked_m, _ = _operands(integers)
+    a, a_scales, b, b_scales, d, masked_m, _, recipes = _operands(integers)
     experts, capacity, _ = a.shape
     if masked_m.shape != (experts,) or d.shape != (experts, capacity, b.shape[1]):
         raise ValueError(
@@ -144,4 +211,4 @@ def m_grouped_gemm_nt_masked(*integers):
             raise ValueError(f"masked_m[{e}] = {rows}, but a slab holds {capacity} rows")
         scales = (None, None) if a_scales is None else (a_scales[e, :rows], b_scales[e])
         d[e, rows : math.ceil(rows / _WAVE) * _WAVE] = np.nan
-        d[e, :rows] = _product(a[e, :rows], scales[0], b[e], scales[1])
+        d[e, :rows] = _product(a[e, :rows], scales[0], b[e], scales[1], recipes)
