@@ -6,6 +6,7 @@ from dgmoe_jax.plan import Plan, plan
 from dgmoe_jax.quantize import dequantize, quantize
 from dgmoe_jax.routing import route
 from dgmoe_jax.types import ExpertWeights, MoEParams, Routing, Scaled
+from dgmoe_jax.warmup import Report, assert_warm, warmup
 from dgmoe_jax.weights.prepare import prepare_params
 
 __version__ = "0.1.0"
@@ -16,15 +17,18 @@ __all__ = [
     "MoEParams",
     "OAISwiGLU",
     "Plan",
+    "Report",
     "RouterConfig",
     "Routing",
     "Scaled",
     "SiLU",
     "SiTU",
+    "assert_warm",
     "dequantize",
     "moe_layer",
     "plan",
     "prepare_params",
     "quantize",
     "route",
+    "warmup",
 ]

@@ -39,9 +39,12 @@ ALLOWED = {
         "steps",
         "types",
     },
+    "warmup": {"backends", "config", "plan", "recipes"},
+    "doctor": {"backends", "config", "plan", "recipes"},
     "interop": {"platforms", "tracing"},
     "kernels_pallas": set(),
     "__init__": {"*"},
+    "__main__": {"*"},
 }
 HEAVY = {"torch", "deep_gemm", "tvm_ffi", "jax_tvm_ffi", "transformers"}
 

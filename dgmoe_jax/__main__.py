@@ -1,0 +1,110 @@
+"""`python -m dgmoe_jax doctor` and `python -m dgmoe_jax warmup`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as missing:
+    sys.exit(f"python -m dgmoe_jax needs {missing.name}: pip install 'dgmoe_jax[cli]'")
+
+# JAX would take most of the GPU for itself, which those that compile beside it need.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import dgmoe_jax as dg
+from dgmoe_jax import doctor as doctor_module
+from dgmoe_jax.config import LAYOUTS
+
+app = typer.Typer(help=dg.__doc__, no_args_is_help=True, add_completion=False)
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+def _help(text: str) -> Any:
+    return typer.Option(help=text, show_default=False)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this machine has, what runs on it and why not the rest; status 0 if anything does."""
+    found = doctor_module.examine()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        raise typer.Exit(not found["ok"])
+    console = Console()
+    machine = Table(show_header=False, box=None)
+    for name, text in found["machine"].items():
+        machine.add_row(name, text or "[red]none[/red]")
+    console.print(machine)
+    table, reasons = Table("recipe", "backend", *LAYOUTS[1:]), {}
+    for (recipe, backend), runs in groupby(found["runs"], lambda r: (r["recipe"], r["backend"])):
+        marks = []
+        for why_not in (run["why_not"] for run in runs):
+            number = reasons.setdefault(why_not, len(reasons) + 1) if why_not else None
+            marks.append(f"[red]no ({number})[/red]" if number else "[green]yes[/green]")
+        table.add_row(recipe, backend, *marks)
+    console.print(table)
+    for why_not, number in reasons.items():
+        console.print(f"({number}) {why_not}", highlight=False, markup=False)
+    if found["install"]:
+        console.print("To install what is missing:", found["install"], soft_wrap=True)
+    console.print("The layer runs here." if found["ok"] else "[red]The layer does not run here.[/]")
+    raise typer.Exit(not found["ok"])
+
+
+def token_counts(text: str) -> list[int]:
+    """ "1,16,128-130" -> [1, 16, 128, 129, 130]."""
+    counts = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            raise typer.BadParameter(f"{part!r}: a number such as 16, or a range such as 1-128")
+        counts += range(int(first), int(last or first) + 1)
+    return counts
+
+
+@app.command()
+def warmup(
+    *,
+    experts: Annotated[int, _help("Number of routed experts.")],
+    hidden: Annotated[int, _help("Hidden size.")],
+    intermediate: Annotated[int, _help("Intermediate size of an expert.")],
+    top_k: Annotated[int, _help("Experts a token.")],
+    tokens: Annotated[str, _help("Numbers of tokens: 1,16,1024 or 1-512,4096.")],
+    recipe: str = "bf16",
+    shared: Annotated[int, _help("Number of shared experts.")] = 0,
+    layout: str = "auto",
+    backend: str = "auto",
+    cache_dir: Annotated[Path | None, _help("Where all goes that is compiled.")] = None,
+    processes: Annotated[int | None, _help("Compile so many at a time.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile all that DeepGEMM needs for these sizes, into a directory that can be shipped."""
+    counts = token_counts(tokens)
+    try:
+        router = dg.RouterConfig(top_k=top_k)
+        cfg = dg.MoEConfig(
+            *(experts, hidden, intermediate, router),
+            recipe=recipe,
+            num_shared_experts=shared,
+            layout=layout,
+            backend=backend,
+        )
+        report = dg.warmup(
+            cfg, counts, cache_dir=cache_dir, processes=processes, progress=not as_json
+        )
+    except (ValueError, NotImplementedError, RuntimeError) as problem:
+        sys.exit(f"warmup: {problem}")
+    print(json.dumps(asdict(report), indent=2) if as_json else report)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m dgmoe_jax")
