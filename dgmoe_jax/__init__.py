@@ -4,9 +4,9 @@ from dgmoe_jax.config import MoEConfig, OAISwiGLU, RouterConfig, SiLU, SiTU
 from dgmoe_jax.layer import moe_layer
 from dgmoe_jax.plan import Plan, plan
 from dgmoe_jax.quantize import dequantize, quantize
-from dgmoe_jax.routing import route
+from dgmoe_jax.routing import expert_counts, route
 from dgmoe_jax.types import ExpertWeights, MoEParams, Routing, Scaled
-from dgmoe_jax.warmup import Report, assert_warm, warmup
+from dgmoe_jax.warmup import WarmupReport, assert_warm, warmup
 from dgmoe_jax.weights.prepare import prepare_params
 
 __version__ = "0.1.0"
@@ -17,14 +17,15 @@ __all__ = [
     "MoEParams",
     "OAISwiGLU",
     "Plan",
-    "Report",
     "RouterConfig",
     "Routing",
     "Scaled",
     "SiLU",
     "SiTU",
+    "WarmupReport",
     "assert_warm",
     "dequantize",
+    "expert_counts",
     "moe_layer",
     "plan",
     "prepare_params",

@@ -101,7 +101,7 @@ def warmup(
         report = dg.warmup(
             cfg, counts, cache_dir=cache_dir, processes=processes, progress=not as_json
         )
-    except (ValueError, NotImplementedError, RuntimeError) as problem:
+    except (ValueError, RuntimeError) as problem:
         sys.exit(f"warmup: {problem}")
     print(json.dumps(asdict(report), indent=2) if as_json else report)
 

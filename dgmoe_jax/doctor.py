@@ -40,8 +40,9 @@ def examine() -> dict[str, Any]:
     nvcc = _output(os.environ.get("DG_JIT_NVCC_COMPILER") or _nvcc(), "--version")
     machine |= {"C++ compiler": compiler and compiler[0], "nvcc": nvcc and nvcc[-2]}
     machine["caches"] = "; ".join(map(_folder, kernel_cache.directories()))
-    runs = []
+    runs, on_gpu = [], False
     if not machine["devices of JAX"].startswith("none"):
+        on_gpu = backends.current_arch() != "cpu"
         choices = itertools.product(RECIPES, BACKENDS, LAYOUTS[1:])
         runs = [
             {"recipe": recipe, "backend": backend, "layout": layout}
@@ -49,7 +50,7 @@ def examine() -> dict[str, Any]:
             for recipe, backend, layout in choices
         ]
     ok = any(run["why_not"] is None for run in runs)
-    return {"ok": ok, "machine": machine, "runs": runs, "install": _install(machine)}
+    return {"ok": ok, "machine": machine, "runs": runs, "install": _install(machine, on_gpu)}
 
 
 def why_not(recipe: str, backend: str, layout: str) -> str | None:
@@ -102,12 +103,12 @@ def _folder(path: Path) -> str:
     return f"{path}, {size / 1e6:.1f} MB"
 
 
-def _install(machine: dict[str, str | None]) -> str | None:
-    if machine["GPU"] and backends.current_arch() == "cpu":
+def _install(machine: dict[str, str | None], on_gpu: bool) -> str | None:
+    if machine["GPU"] and not on_gpu:
         return "pip install 'jax[cuda13]' 'dgmoe_jax[gpu]'"
-    missing = [name for name in NEEDED["gpu" if machine["GPU"] else "cpu"] if not machine[name]]
+    missing = [name for name in NEEDED["gpu" if on_gpu else "cpu"] if not machine[name]]
     # The extra says which versions go together.
-    packages = "'dgmoe_jax[gpu]'" if machine["GPU"] else " ".join(missing)
+    packages = "'dgmoe_jax[gpu]'" if on_gpu else " ".join(missing)
     steps = [f"pip install {packages}"] if missing else []
     if not machine["C++ compiler"]:
         steps.insert(0, "apt-get install g++")

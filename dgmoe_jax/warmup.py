@@ -34,7 +34,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Report:
+class WarmupReport:
     """What `warmup` did.
 
     gemms: distinct GEMMs that those sizes need. compiled, reused: names of DeepGEMM's kernels,
@@ -99,7 +99,7 @@ def warmup(
     cache_dir: str | os.PathLike | None = None,
     processes: int | None = None,
     progress: bool = True,
-) -> Report:
+) -> WarmupReport:
     """Compiles the shim and every DeepGEMM kernel that `moe_layer` needs for these sizes.
 
     Call it before weights are loaded and before the first GEMM of the process: each worker holds
@@ -121,8 +121,8 @@ def warmup(
     Processes that call it at once on one directory compile once; the others wait.
 
     Returns:
-      A `Report`. Backends that compile nothing of DeepGEMM's ("xla", "pallas") give an empty one;
-      "emulator" builds the shim.
+      A `WarmupReport`, empty where nothing of DeepGEMM's is compiled ("xla", "pallas"); "emulator"
+      builds the shim.
 
     Raises:
       ValueError, TypeError: as `plan`; `processes` below 1.
@@ -163,7 +163,7 @@ def warmup(
         cache_bytes = kernel_cache.size_bytes()
     else:
         cache_bytes = 0
-    return Report(
+    return WarmupReport(
         gemms=len(needed),
         compiled=tuple(sorted(new)),
         reused=tuple(sorted(used - new)),

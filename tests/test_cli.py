@@ -18,6 +18,7 @@ from dgmoe_jax.interop import kernel_cache
 from typer.testing import CliRunner
 
 import dgmoe_jax as dg
+from dgmoe_jax import backends
 from dgmoe_jax.__main__ import app, token_counts
 from dgmoe_jax.plan import dense
 from dgmoe_jax.recipes import RECIPES
@@ -144,6 +145,29 @@ def test_two_processes_build_the_shim_once(tmp_path):
     assert all(report["cache_bytes"] > 10_000 for report in reports)
     assert len(list((tmp_path / "shipped").glob("*.so"))) == 1
     assert list((tmp_path / "shipped").glob("*/")) == []
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_report_says_what_was_compiled_and_reused(monkeypatch, cache, progress, capsys):
+    needed = gemms(V3, [4096, 8192], arch="sm90")
+
+    def compile_gemms(given, processes, advance):
+        assert [Gemm(**gemm) for gemm in given] == needed and processes == 3
+        advance(len(given))
+        return {"kernel.a.0", "kernel.b.1"}, {"kernel.b.1"}
+
+    monkeypatch.setattr(backends, "current_arch", lambda: "sm90")
+    monkeypatch.setattr(backends, "deep_gemm_unavailable", lambda: None)
+    monkeypatch.setattr(kernel_cache, "build_shim", lambda platform: platform == "gpu")
+    monkeypatch.setattr(kernel_cache, "compile_gemms", compile_gemms)
+    (cache / "elsewhere/deep_gemm").mkdir(parents=True)
+    (cache / "elsewhere/deep_gemm/kernel").write_text("12345")
+    where = cache / "elsewhere"
+    report = dg.warmup(V3, [4096, 8192], cache_dir=where, processes=3, progress=progress)
+    assert (report.compiled, report.reused) == (("kernel.b.1",), ("kernel.a.0",))
+    assert (report.gemms, report.shim_built, report.cache_bytes) == (len(needed), True, 5)
+    assert (f"{len(needed)}/{len(needed)}" in capsys.readouterr().out) == progress
+    assert kernel_cache.directories() == (where, where / "deep_gemm")
 
 
 STAND_IN = '''
@@ -370,14 +394,18 @@ def test_doctor_says_how_to_install_what_is_missing(monkeypatch):
 
 
 def test_doctor_fails_where_jax_has_no_device(monkeypatch):
+    from dgmoe_jax import doctor
+
     def no_device(*_):
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
     monkeypatch.setattr(jax, "devices", no_device)
+    monkeypatch.setattr(doctor, "_output", lambda *command: ["head", "NVIDIA H200, 580, 9.0"])
     done = run("doctor", "--json")
     found = json.loads(done.stdout)
     assert done.exit_code == 1 and not found["ok"]
     assert "Unable to initialize" in found["machine"]["devices of JAX"]
+    assert "jax[cuda13]" in found["install"]
 
 
 @on_cpu
