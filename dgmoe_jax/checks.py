@@ -44,8 +44,21 @@ def valid(valid, num_tokens: int) -> None:
         dtype("valid", valid, ("bool",))
 
 
-def routing(topk_ids, topk_weights, num_tokens: int) -> None:
-    """topk_ids and topk_weights are [T, k] int32 and f32."""
+def hash_lookup(token_ids, hash_table, num_tokens: int, top_k: int) -> None:
+    """token_ids is [T] int32 and hash_table [vocab, k] int32, as hash selection needs."""
+    for name, array in (("token_ids", token_ids), ("hash_table", hash_table)):
+        if array is None:
+            raise ValueError(f"{name}: missing, with router.selection='hash'")
+    shape("token_ids", token_ids, (num_tokens,))
+    dtype("token_ids", token_ids, ("int32",))
+    shape("hash_table", hash_table, (None, top_k))
+    dtype("hash_table", hash_table, ("int32",))
+    if hash_table.shape[0] == 0:
+        raise ValueError(f"hash_table: shape {hash_table.shape}, must have at least one row")
+
+
+def routing(topk_ids, topk_weights, num_tokens: int | None) -> None:
+    """topk_ids and topk_weights are [T, k] int32 and f32; any T where it is None."""
     shape("routing.topk_ids", topk_ids, (num_tokens, None))
     shape("routing.topk_weights", topk_weights, topk_ids.shape)
     if topk_ids.shape[1] == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dgmoe_jax.recipes import RECIPES
 
-SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+SCORINGS = ("softmax", "softmax_topk", "sigmoid", "sqrtsoftplus")
 SELECTIONS = ("scores", "hash")
 LAYOUTS = ("auto", "contiguous", "masked")
 F32_TINY, F32_MAX = 2.0**-126, 2.0**128 - 2.0**104
@@ -90,12 +90,19 @@ Activation = SiLU | OAISwiGLU | SiTU
 class RouterConfig:
     """How tokens choose experts.
 
-    scoring:        what turns logits into scores: "softmax", "sigmoid" or "sqrtsoftplus".
+    scoring:        what turns logits into scores: "softmax" over all experts, "sigmoid" or
+                    "sqrtsoftplus"; "softmax_topk" chooses by logit (+ correction bias) and takes
+                    the softmax of the chosen logits, so that weights always sum to 1.
     top_k:          experts per token.
-    selection:      "scores" picks the best score (+ correction bias); "hash" looks ids up by token.
+    selection:      "scores" picks the best score (+ correction bias); "hash" looks the ids up by
+                    token id, which bias and groups do not enter.
     num_groups:     experts form this many equal groups, of which `top_groups` may be chosen from.
     renormalize:    divide the chosen weights by their sum + 1e-20.
     scaling_factor: multiplies the routed sum once, at the very end; never the shared experts.
+    fused_shared_experts: n shared experts that take part as experts E, E + 1, ..., in n more slots
+                    after the k routed ones, so that the grouped GEMMs compute them as well.
+    shared_weight:  weight of those slots. None is 1 / scaling_factor, which that factor at the end
+                    turns into 1; give 1.0 to a model whose shared experts are scaled too.
     """
 
     top_k: int
@@ -105,6 +112,8 @@ class RouterConfig:
     top_groups: int = 1
     renormalize: bool = True
     scaling_factor: float = 1.0
+    fused_shared_experts: int = 0
+    shared_weight: float | None = None
 
     def __post_init__(self):
         _need(self.scoring in SCORINGS, "RouterConfig", "scoring", self.scoring, f"in {SCORINGS}")
@@ -127,6 +136,16 @@ class RouterConfig:
         if not isinstance(self.renormalize, bool):
             raise TypeError(f"RouterConfig.renormalize={self.renormalize!r}: must be a bool")
         _need_real(self, "scaling_factor", positive=False)
+        _need_int(self, "fused_shared_experts", 0)
+        _need_real(self, "shared_weight", positive=False, optional=True)
+        if self.fused_shared_experts and self.shared_weight is None:
+            allowed = "other than 0 where shared_weight=None means 1 / scaling_factor"
+            _need(self.scaling_factor != 0, "RouterConfig", "scaling_factor", 0.0, allowed)
+
+    @property
+    def num_slots(self) -> int:
+        """Columns of `topk_ids`: top_k routed ones, then the fused shared experts."""
+        return self.top_k + self.fused_shared_experts
 
     def check_experts(self, num_experts: int, owner: str, name: str) -> None:
         """Raise ValueError unless `num_experts` experts can serve this router."""
@@ -146,6 +165,51 @@ class RouterConfig:
             f"at most {reach}, the experts in {self.top_groups} of {self.num_groups} groups"
             f" of {num_experts} experts",
         )
+
+    # Routers of published models: values of their config.json, rules of `transformers`' code. Any
+    # field may be given another value, as checkpoints of one family differ in them.
+
+    @classmethod
+    def deepseek_v3(cls, **fields) -> RouterConfig:
+        """DeepSeek-V3 and R1: 256 experts in 8 groups, chosen with a correction bias."""
+        base = dict(top_k=8, num_groups=8, top_groups=4, scaling_factor=2.5)
+        return cls(**{"scoring": "sigmoid", **base, **fields})
+
+    @classmethod
+    def deepseek_v4(cls, **fields) -> RouterConfig:
+        """DeepSeek-V4-Flash: 256 experts, correction bias. The first layers look ids up
+        by token: `deepseek_v4(selection="hash")`."""
+        return cls(**{"scoring": "sqrtsoftplus", "top_k": 6, "scaling_factor": 1.5, **fields})
+
+    @classmethod
+    def qwen3_moe(cls, **fields) -> RouterConfig:
+        """Qwen3-30B-A3B and 235B-A22B: 128 experts, norm_topk_prob=true."""
+        return cls(**{"scoring": "softmax", "top_k": 8, **fields})
+
+    @classmethod
+    def mixtral(cls, **fields) -> RouterConfig:
+        """Mixtral 8x7B and 8x22B: 8 experts."""
+        return cls(**{"scoring": "softmax", "top_k": 2, **fields})
+
+    @classmethod
+    def glm4_moe(cls, **fields) -> RouterConfig:
+        """GLM-4.5 and 4.6: 160 experts, correction bias. GLM-4.5-Air: 128, scaling_factor=1."""
+        return cls(**{"scoring": "sigmoid", "top_k": 8, "scaling_factor": 2.5, **fields})
+
+    @classmethod
+    def kimi_k2(cls, **fields) -> RouterConfig:
+        """Kimi-K2: 384 experts, DeepSeek-V3's rule in one group, correction bias."""
+        return cls(**{"scoring": "sigmoid", "top_k": 8, "scaling_factor": 2.827, **fields})
+
+    @classmethod
+    def gpt_oss(cls, **fields) -> RouterConfig:
+        """gpt-oss: 128 experts (120b) or 32 (20b). The bias of its gate belongs to the logits."""
+        return cls(**{"scoring": "softmax_topk", "top_k": 4, **fields})
+
+    @classmethod
+    def minimax_m2(cls, **fields) -> RouterConfig:
+        """MiniMax-M2: 256 experts, correction bias."""
+        return cls(**{"scoring": "sigmoid", "top_k": 8, **fields})
 
 
 @dataclass(frozen=True)

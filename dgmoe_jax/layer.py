@@ -34,7 +34,8 @@ def moe_layer(
       cfg: the layer; static under jit (`static_argnames="cfg"`).
       routing: overrides the router; any k, ids in [0, E) or -1 (contributes zero), weights
         without the scaling factor. The same expert twice in a row counts twice.
-      token_ids: [T] int32, for hash routing, which does not run yet; otherwise not read.
+      token_ids: [T] int32, for hash selection; otherwise not read. A token outside the table goes
+        to no routed expert.
       valid: [T] bool; tokens marked False go to no expert and their rows of y are zero.
       plan: overrides `dgmoe_jax.plan(cfg, T)`, its backend and layout included. Slabs of fewer
         than T * k rows are the caller's promise that a routing's ids are distinct within a token;
@@ -56,10 +57,14 @@ def moe_layer(
     if routing is not None:
         checks.instance("routing", routing, Routing, "of topk_ids and topk_weights")
         checks.routing(routing.topk_ids, routing.topk_weights, num_tokens)
+    elif cfg.router.selection == "hash":
+        checks.hash_lookup(token_ids, params.hash_table, num_tokens, cfg.router.top_k)
     top_k = cfg.router.top_k if routing is None else routing.topk_ids.shape[1]
     checks.params(params, cfg)
+    # A routing of the caller's or a hash table may name an expert twice in a row.
+    distinct = routing is None and cfg.router.selection == "scores"
     if plan is None:
-        plan = make_plan(cfg, num_tokens, top_k=top_k, distinct_ids=routing is None)
+        plan = make_plan(cfg, num_tokens, top_k=top_k, distinct_ids=distinct)
     checks.instance("plan", plan, Plan, "from dgmoe_jax.plan(cfg, T)")
     checks.plan(plan, cfg.num_experts, num_tokens, top_k)
     if num_tokens == 0:
@@ -69,13 +74,20 @@ def moe_layer(
     x, params, routing = not_differentiable((x, params, routing))
     x = backends.only_where_it_runs(x, backend)
 
-    promised = (
-        routing is not None and plan.layout == "masked" and plan.capacity < num_tokens * top_k
-    )
+    promised = not distinct and plan.layout == "masked" and plan.capacity < num_tokens * top_k
     if routing is None:
         logits = routing_step.router_logits(x, params.gate_weight)
-        routing = routing_step.select(logits, params.gate_bias, cfg.router, backend)
-    routing = routing_step.drop_padding(routing, valid)
+        routing = routing_step.select(
+            logits,
+            params.gate_bias,
+            cfg.router,
+            backend,
+            token_ids=token_ids,
+            hash_table=params.hash_table,
+            valid=valid,
+        )
+    else:
+        routing = routing_step.drop_padding(routing, valid)
 
     x = jnp.pad(x, ((0, 0), (0, padded(cfg.hidden_size) - cfg.hidden_size)))
     rows, src2dst = permute.permute(x, routing.topk_ids, fmt, cfg.num_experts, plan)

@@ -95,7 +95,7 @@ def plan(
     where `free_bytes` is None). `free_bytes` bounds the workspace, and `layout="auto"` gives slabs
     at most `masked_fraction` of it. `top_k` stands for the router's where `moe_layer(routing=...)`
     brings its own slots, and `distinct_ids=False` for a routing that may name an expert twice in
-    a row, which takes slabs `top_k` times as large.
+    a row, which takes slabs `top_k` times as large; hash selection may, whatever is said.
 
     Raises:
       ValueError: a negative `num_tokens`, or one whose rows overflow int32 indices.
@@ -117,6 +117,8 @@ def plan(
         raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; these do: {runs}")
     expected_rows = num_tokens * top_k / cfg.num_experts
     backend, reason = _backend(cfg, arch, expected_rows, asked)
+
+    distinct_ids = distinct_ids and cfg.router.selection == "scores"
 
     def laid_out(layout: str) -> Plan:
         return _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids)

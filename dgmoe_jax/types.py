@@ -51,7 +51,8 @@ class MoEParams:
     """Everything `moe_layer` reads, in the layout the GEMMs read; made by `prepare_params`.
 
     gate_weight [E, H] bf16 or f32; gate_bias [E] f32 (selection only) or None;
-    shared: the shared experts as one dense block (E = 1) or None; hash_table [vocab, k] or None.
+    shared: the shared experts as one dense block (E = 1) or None; hash_table [vocab, k] int32 or
+    None.
     """
 
     gate_weight: Array

@@ -22,10 +22,12 @@ def _softmax(x: Array) -> Array:
 
 SCORING = {
     "softmax": _softmax,
+    "softmax_topk": lambda x: x,  # the softmax comes after the choice
     "sigmoid": jax.nn.sigmoid,
     # log1p(exp(x)) overflows for large x; softplus is the same function, stable.
     "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
 }
+LARGEST = jnp.finfo(F32).max
 
 
 def route(
@@ -37,18 +39,59 @@ def route(
     num_groups: int,
     top_groups: int,
     renormalize: bool,
+    token_ids: Array | None = None,
+    hash_table: Array | None = None,
+    valid: Array | None = None,
+    expert_map: Array | None = None,
+    fused_shared_experts: int = 0,
+    shared_weight: float = 1.0,
 ) -> tuple[Array, Array]:
-    """logits [T, E] f32, bias [E] f32 or None -> topk_ids [T, k] int32, topk_weights [T, k] f32.
+    """logits [T, E] f32, bias [E] f32 or None -> topk_ids [T, k + n] int32, topk_weights f32.
 
     NaN counts as -inf and +inf as the largest finite f32, so that every row has legal distinct
-    ids and finite weights. Ties go to the lowest id.
+    ids and finite weights. Ties go to the lowest id. `hash_table` [vocab, k] int32 gives the ids by
+    `token_ids` [T] int32 instead; what lies outside the table or names no expert is -1.
+    n = `fused_shared_experts` slots E, E + 1, ... of `shared_weight` follow. Slots of tokens that
+    are not `valid` [T] bool are -1; `expert_map` [C, E + n] int32 then turns ids into those of
+    copy (token % C). Slots of -1 weigh 0.
     """
-    largest = jnp.finfo(F32).max
-    scores = SCORING[scoring](jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), largest))
+    num_tokens, num_experts = logits.shape
+    scores = SCORING[scoring](jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), LARGEST))
+    if hash_table is None:
+        topk_ids = _choose(scores, bias, top_k, num_groups, top_groups)
+    else:
+        token = jnp.clip(token_ids, 0, hash_table.shape[0] - 1)
+        topk_ids = jnp.where((token == token_ids)[:, None], hash_table[token], -1)
+        topk_ids = jnp.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, -1)
+    weights = jnp.take_along_axis(scores, jnp.maximum(topk_ids, 0), axis=1)
+    if scoring == "softmax_topk":
+        weights = jnp.where(topk_ids >= 0, jnp.maximum(weights, -LARGEST), -LARGEST)
+        top = jnp.max(weights, axis=-1, keepdims=True)
+        weights = jnp.where(weights > -LARGEST, jnp.exp(weights - top), 0.0)
+    weights = jnp.where(topk_ids >= 0, weights, 0.0)
+    if renormalize or scoring == "softmax_topk":
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+
+    if fused_shared_experts:
+        shape = (num_tokens, fused_shared_experts)
+        shared = num_experts + lax.broadcasted_iota(jnp.int32, shape, 1)
+        topk_ids = jnp.concatenate([topk_ids, shared], axis=1)
+        weights = jnp.concatenate([weights, jnp.full(shape, shared_weight, F32)], axis=1)
+    known = topk_ids >= 0 if valid is None else (topk_ids >= 0) & valid[:, None]
+    if expert_map is not None:
+        copy = jnp.arange(num_tokens) % expert_map.shape[0]
+        topk_ids = expert_map[copy[:, None], jnp.maximum(topk_ids, 0)]
+        known &= topk_ids >= 0
+    return jnp.where(known, topk_ids, -1), jnp.where(known, weights, 0.0)
+
+
+def _choose(
+    scores: Array, bias: Array | None, top_k: int, num_groups: int, top_groups: int
+) -> Array:
     key = scores if bias is None else scores + bias
     # -inf is kept for experts of losing groups, which must stay below every other key;
     # lax.top_k orders -0.0 below 0.0, so zeros are made alike.
-    key = jnp.maximum(jnp.where(jnp.isnan(key), -largest, key), -largest)
+    key = jnp.maximum(jnp.where(jnp.isnan(key), -LARGEST, key), -LARGEST)
     key = jnp.where(key == 0, 0.0, key)
     if num_groups > 1:
         grouped = key.reshape(key.shape[0], num_groups, -1)
@@ -56,11 +99,7 @@ def route(
         _, winners = lax.top_k(jnp.sum(best, axis=-1), top_groups)
         survives = jnp.any(winners[:, :, None] == jnp.arange(num_groups), axis=1)
         key = jnp.where(survives[:, :, None], grouped, -jnp.inf).reshape(key.shape)
-    topk_ids = lax.top_k(key, top_k)[1].astype(jnp.int32)
-    weights = jnp.take_along_axis(scores, topk_ids, axis=1)
-    if renormalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return topk_ids, weights
+    return lax.top_k(key, top_k)[1].astype(jnp.int32)
 
 
 def permute_index(

@@ -55,6 +55,8 @@ POSITIVE = "in [1.18e-38, 3.4e+38]"  # an ordinary f32
         (ValueError, dg.RouterConfig, "top_groups", 3, "at most num_groups=1"),
         (TypeError, dg.RouterConfig, "renormalize", 1, "bool"),
         (ValueError, dg.RouterConfig, "scaling_factor", float("nan"), "finite"),
+        (ValueError, dg.RouterConfig, "fused_shared_experts", -1, "at least 0"),
+        (ValueError, dg.RouterConfig, "shared_weight", float("inf"), "finite"),
         (TypeError, dg.RouterConfig, "scaling_factor", "2.5", "number"),
         (ValueError, config, "num_experts", 0, "at least 1"),
         (TypeError, config, "hidden_size", 128.0, "int"),
@@ -103,6 +105,8 @@ def test_defaults_are_the_documented_ones():
             top_groups=1,
             renormalize=True,
             scaling_factor=1.0,
+            fused_shared_experts=0,
+            shared_weight=None,
         ),
         activation=dg.SiLU(limit=None),
         recipe="bf16",
@@ -385,7 +389,7 @@ def test_f16_and_f32_weights_and_biases_of_any_float_are_taken(dtype):
             dict(shared_w2=np.zeros((128, 64), "f4")),
         ),
         (ValueError, ["w13", "with", "w13_scale"], dict(w13_scale=np.ones((4, 2, 1), "f4"))),
-        (NotImplementedError, ["hash_table", "'scores'"], dict(hash_table=np.zeros((9, 2), "i4"))),
+        (ValueError, ["hash_table", "'scores'", "'hash'"], dict(hash_table=np.zeros((9, 2), "i4"))),
     ],
 )
 def test_raw_arrays_that_do_not_fit_are_refused_by_name(kind, words, kw):

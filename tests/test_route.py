@@ -1,5 +1,6 @@
 """`route` on logits that hurt, against the reference: exact first, then random."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -14,7 +15,7 @@ import dgmoe_jax as dg
 from dgmoe_jax import reference
 from dgmoe_jax.steps.route import router_logits
 
-SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+SCORINGS = ("softmax", "softmax_topk", "sigmoid", "sqrtsoftplus")
 every_scoring = pytest.mark.parametrize("scoring", SCORINGS)
 run = jax.jit(dg.route, static_argnames=("router", "backend"))
 
@@ -26,15 +27,16 @@ BIASES = [-10.0, -3.5, -1.25, 0.0, 0.75]
 SHAPES = [(8, 2, 1, 1), (60, 4, 1, 1), (8, 3, 4, 2), (16, 8, 4, 2)]
 
 
-def route(logits, router, bias=None, backend="xla"):
+def route(logits, router, bias=None, backend="xla", **arrays):
     bias = None if bias is None else jnp.asarray(bias, jnp.float32)
-    out = run(jnp.asarray(logits, jnp.float32), router, bias=bias, backend=backend)
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    out = run(jnp.asarray(logits, jnp.float32), router, bias=bias, backend=backend, **arrays)
     return np.asarray(out.topk_ids), np.asarray(out.topk_weights)
 
 
-def agrees(logits, router, bias=None, backend="xla"):
+def agrees(logits, router, bias=None, backend="xla", **arrays):
     """ids equal to the reference's, weights within f32 rounding."""
-    ids, weights = route(logits, router, bias, backend)
+    ids, weights = route(logits, router, bias, backend, **arrays)
     want_ids, want_weights = reference.route(
         np.asarray(logits, np.float32),
         None if bias is None else np.asarray(bias, np.float32),
@@ -43,6 +45,9 @@ def agrees(logits, router, bias=None, backend="xla"):
         num_groups=router.num_groups,
         top_groups=router.top_groups,
         renormalize=router.renormalize,
+        fused_shared_experts=router.fused_shared_experts,
+        shared_weight=router.shared_weight or 1 / router.scaling_factor,
+        **arrays,
     )
     np.testing.assert_array_equal(ids, want_ids)
     # 2e-6: an f32 exponential of another library, a sum of k and a division, all within ulps.
@@ -279,7 +284,167 @@ def test_errors_name_the_array_what_came_and_what_is_allowed(
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_hash_selection_is_refused_with_what_runs():
-    router = dg.RouterConfig(top_k=2, selection="hash")
-    with pytest.raises(NotImplementedError, match=r"hash.*'scores' does"):
-        dg.route(jnp.zeros((2, 8)), router)
+@pytest.mark.parametrize(
+    "kind, words, change",
+    [
+        (ValueError, ["token_ids: missing", "'hash'"], dict(token_ids=None)),
+        (ValueError, ["hash_table: missing", "'hash'"], dict(hash_table=None)),
+        (ValueError, ["token_ids", "(3,)", "(2,)"], dict(token_ids=jnp.zeros(3, int))),
+        (TypeError, ["token_ids", "float32", "int32"], dict(token_ids=jnp.zeros(2))),
+        (ValueError, ["hash_table", "(9, 3)", "(*, 2)"], dict(hash_table=jnp.zeros((9, 3), int))),
+        (ValueError, ["hash_table", "one row"], dict(hash_table=jnp.zeros((0, 2), int))),
+        (ValueError, ["expert_map", "(1, 8)", "(*, 9)"], dict(expert_map=jnp.zeros(8, int))),
+        (TypeError, ["expert_map", "float32", "int32"], dict(expert_map=jnp.zeros((2, 9)))),
+    ],
+)
+def test_lookups_that_do_not_fit_are_refused(kind, words, change):
+    router = dg.RouterConfig(top_k=2, selection="hash", fused_shared_experts=1)
+    arrays = dict(token_ids=jnp.zeros(2, int), hash_table=jnp.zeros((9, 2), int)) | change
+    with pytest.raises(kind) as caught:
+        dg.route(jnp.zeros((2, 8)), router, **arrays)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# --- by token id, and what becomes of the chosen
+
+TABLE = np.int32([[0, 3], [7, 1], [2, 2], [5, -1], [8, 4]])
+
+
+def hashed(**fields):
+    return dg.RouterConfig(top_k=2, selection="hash", scaling_factor=2.5, **fields)
+
+
+@every_backend
+@every_scoring
+def test_hash_takes_ids_by_token_in_the_tables_order_and_weights_from_the_scores(backend, scoring):
+    """The last two rows name no expert in one slot; tokens -1 and 5 are outside the table."""
+    logits = np.random.default_rng(2).standard_normal((7, 8))
+    logits[1, 7] = np.nan
+    for token_ids in (np.int32([0, 1, 2, 3, 4, -1, 5]), np.int32([1])):
+        got = logits[: len(token_ids)]
+        ids, _ = agrees(
+            got, hashed(scoring=scoring), backend=backend, token_ids=token_ids, hash_table=TABLE
+        )
+        if len(ids) == 1:
+            np.testing.assert_array_equal(ids, [[7, 1]])
+        else:
+            want = [[0, 3], [7, 1], [2, 2], [5, -1], [-1, 4], [-1, -1], [-1, -1]]
+            np.testing.assert_array_equal(ids, want)
+
+
+def test_hash_reads_neither_bias_nor_groups():
+    logits, token_ids = np.random.default_rng(2).standard_normal((4, 8)), np.int32([0, 1, 2, 0])
+    plain = route(logits, hashed(), token_ids=token_ids, hash_table=TABLE)
+    grouped = hashed(num_groups=4, top_groups=1)
+    got = route(logits, grouped, np.full(8, np.nan), token_ids=token_ids, hash_table=TABLE)
+    for one, other in zip(got, plain, strict=True):
+        same_bits(one, other)
+
+
+@every_backend
+def test_the_softmax_of_the_chosen_is_the_renormalised_softmax(backend):
+    logits = np.random.default_rng(2).standard_normal((9, 60)) * 3
+    after = agrees(logits, dg.RouterConfig(4, "softmax_topk", renormalize=False), backend=backend)
+    before = route(logits, dg.RouterConfig(4, "softmax"), backend=backend)
+    np.testing.assert_array_equal(after[0], before[0])
+    np.testing.assert_allclose(after[1], before[1], rtol=1e-6)
+
+
+@every_backend
+@pytest.mark.parametrize("shared_weight, want", [(None, 0.4), (1.0, 1.0)])
+def test_fused_shared_experts_follow_the_routed_ones(backend, shared_weight, want):
+    logits = np.random.default_rng(2).standard_normal((5, 8))
+    router = dg.RouterConfig(2, scaling_factor=2.5)
+    fused = dataclasses.replace(router, fused_shared_experts=2, shared_weight=shared_weight)
+    ids, weights = agrees(logits, fused, backend=backend)
+    np.testing.assert_array_equal(ids[:, 2:], [[8, 9]] * 5)
+    np.testing.assert_array_equal(weights[:, 2:], np.float32(want))
+    alone = route(logits, router, backend=backend)
+    same_bits(ids[:, :2], alone[0])
+    same_bits(weights[:, :2], alone[1])
+
+
+# Logits of a row, its k + n, the copies of each expert: one row alone, and more than a block's.
+@every_backend
+@pytest.mark.parametrize("count, experts, copies", [(1, 8, 3), (9, 8, 1), (6, 20, 2)])
+def test_a_map_gives_tokens_the_copies_in_turn_and_minus_1_where_remote(
+    backend, count, experts, copies
+):
+    rng = np.random.default_rng(count)
+    router = dg.RouterConfig(2, "sigmoid", fused_shared_experts=1)
+    logits, valid = rng.standard_normal((count, experts)), np.arange(count) != 4
+    expert_map = rng.integers(-2, 40, (copies, experts + 1)).astype(np.int32)
+    ids, weights = agrees(logits, router, backend=backend, valid=valid, expert_map=expert_map)
+    assert (ids >= -1).all() and (weights[ids < 0] == 0).all()
+    if copies == 1:
+        same_bits(route(logits, router, valid=valid, expert_map=expert_map[0])[0], ids)
+
+
+def test_maps_of_all_ranks_serve_every_slot_once():
+    rng = np.random.default_rng(0)
+    logits, router = rng.standard_normal((33, 8)), dg.RouterConfig(4)
+    copies = rng.permutation(16).reshape(2, 8).astype(np.int32)
+    everywhere, weights = route(logits, router, expert_map=copies)
+    served, total = np.zeros_like(everywhere), np.zeros_like(weights)
+    for rank in range(4):
+        here = np.where(copies // 4 == rank, copies, -1)
+        ids, weights_here = route(logits, router, expert_map=here)
+        served, total = served + (ids >= 0), total + weights_here
+        np.testing.assert_array_equal(ids, np.where(everywhere // 4 == rank, everywhere, -1))
+    assert (served == 1).all()
+    same_bits(total, weights)
+
+
+def test_expert_counts_leave_out_what_is_no_expert():
+    ids = jnp.asarray([[0, 3], [3, -1], [3, 4], [-1, -(2**31)]], jnp.int32)
+    counts = dg.expert_counts(dg.Routing(ids, jnp.ones(ids.shape)), 4)
+    assert counts.dtype == jnp.int32
+    np.testing.assert_array_equal(counts, [1, 0, 0, 3])
+
+
+@every_backend
+@pytest.mark.parametrize("experts, top_k", [(1024, 16), (1000, 16), (769, 3)])
+def test_up_to_1024_experts_and_16_slots(backend, experts, top_k):
+    logits = np.random.default_rng(experts).standard_normal((5, experts))
+    agrees(logits, dg.RouterConfig(top_k, "sigmoid"), bias=np.zeros(experts), backend=backend)
+
+
+@st.composite
+def permuted(draw):
+    """Logits without ties, which would go to the lowest id of either order."""
+    shape, scoring = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(SCORINGS))
+    size = shape[0] // shape[2]
+    values = [0.21 * n - 6 for n in range(shape[0])]
+    logits = np.float32([draw(st.permutations(values)) for _ in range(2)])
+    bias = np.float32(draw(st.permutations(values))) * 0.37 if draw(st.booleans()) else None
+    # Experts change places within their group, and groups as a whole.
+    groups = draw(st.permutations(range(shape[2])))
+    moved = [g * size + e for g in groups for e in draw(st.permutations(range(size)))]
+    return logits, bias, some_router(shape, scoring, draw(st.booleans())), np.array(moved)
+
+
+@given(permuted())
+def test_a_permutation_of_experts_permutes_the_ids(case):
+    logits, bias, router, moved = case
+    ids, weights = route(logits, router, bias=bias)
+    got_ids, got_weights = route(
+        logits[:, moved], router, bias=None if bias is None else bias[moved]
+    )
+    np.testing.assert_array_equal(moved[got_ids], ids)
+    np.testing.assert_allclose(got_weights, weights, rtol=1e-6)
+
+
+@given(st.data())
+def test_losers_of_any_groups_never_win(data):
+    """Negative scores (logits themselves), negative biases, infinities and NaN included."""
+    shape = data.draw(st.sampled_from(SHAPES[2:]))
+    values = st.sampled_from([*GRID, *SPECIAL, -3e38, 3e38])
+    logits, bias = (
+        np.float32(data.draw(st.lists(values, min_size=n, max_size=n)))
+        for n in (2 * shape[0], shape[0])
+    )
+    router = some_router(shape, data.draw(st.sampled_from(SCORINGS)))
+    ids, weights = route(logits.reshape(2, -1), router, bias=bias)
+    legal(ids, weights, shape[0])
+    size = shape[0] // router.num_groups
+    assert all(len(set(row // size)) <= router.top_groups for row in ids)

@@ -24,38 +24,75 @@ def route(
     num_groups: int,
     top_groups: int,
     renormalize: bool,
+    token_ids: np.ndarray | None = None,
+    hash_table: np.ndarray | None = None,
+    valid: np.ndarray | None = None,
+    expert_map: np.ndarray | None = None,
+    fused_shared_experts: int = 0,
+    shared_weight: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """logits [T, E] -> topk_ids [T, k], topk_weights [T, k], a row and a slot at a time.
 
-    Scores are taken in f32 (what decides ties in the layer), sums of weights in f64.
+    Scores are taken in f32 (what decides ties in the layer), sums of weights in f64. Ids by
+    `hash_table` [vocab, k] if there is one; then n fused shared experts E..E+n-1; then -1 where
+    `valid` [T] is False; then `expert_map` [C, E + n], whose copies take turns by token.
     """
     num_tokens, num_experts = logits.shape
-    ids = np.zeros((num_tokens, top_k), np.int32)
-    weights = np.zeros((num_tokens, top_k), np.float32)
-    size = num_experts // num_groups
+    slots = top_k + fused_shared_experts
+    ids = np.full((num_tokens, slots), -1, np.int32)
+    weights = np.zeros((num_tokens, slots), np.float32)
     for t in range(num_tokens):
+        if valid is not None and not valid[t]:
+            continue
         row = np.where(np.isnan(logits[t]), -np.inf, logits[t]).astype(F64)
         row = np.minimum(row, np.finfo(np.float32).max)
-        if scoring == "softmax":
-            e = np.exp(row - row.max()) if np.isfinite(row.max()) else np.zeros_like(row)
-            score = e / e.sum() if e.sum() > 0 else e
-        elif scoring == "sigmoid":
-            score = _sigmoid(row)
+        score = _scores(row, scoring).astype(np.float32)
+        if hash_table is not None:
+            known = 0 <= token_ids[t] < len(hash_table)
+            chosen = [int(e) for e in hash_table[token_ids[t]]] if known else [-1] * top_k
         else:
-            score = np.sqrt(np.logaddexp(0.0, row))
-        score = score.astype(np.float32)
-        key = score if bias is None else score + bias.astype(np.float32)
-        group_score = []
-        for g in range(num_groups):
-            best = sorted(key[g * size : (g + 1) * size], reverse=True)
-            group_score.append(sum(best[:2]) if bias is not None else best[0])
-        groups = sorted(range(num_groups), key=lambda g: (-group_score[g], g))[:top_groups]
-        allowed = [e for g in groups for e in range(g * size, (g + 1) * size)]
-        chosen = sorted(allowed, key=lambda e: (-key[e], e))[:top_k]
-        picked = score[chosen].astype(F64)
-        ids[t] = chosen
-        weights[t] = picked / (picked.sum() + 1e-20) if renormalize else picked
+            chosen = _chosen(score, bias, top_k, num_groups, top_groups)
+        legal = [0 <= e < num_experts for e in chosen]
+        picked = np.array([score[e] if ok else 0.0 for e, ok in zip(chosen, legal, strict=True)])
+        if scoring == "softmax_topk":
+            picked = np.zeros(top_k)
+            picked[legal] = _scores(score[np.array(chosen)[legal]].astype(F64), "softmax")
+        elif renormalize:
+            picked = picked.astype(F64) / (picked.astype(F64).sum() + 1e-20)
+        chosen = [e if ok else -1 for e, ok in zip(chosen, legal, strict=True)]
+        chosen += range(num_experts, num_experts + fused_shared_experts)
+        picked = [*picked, *[shared_weight] * fused_shared_experts]
+        for slot, (e, weight) in enumerate(zip(chosen, picked, strict=True)):
+            if e >= 0 and expert_map is not None:
+                e = expert_map[t % len(expert_map)][e]
+            if e >= 0:
+                ids[t, slot], weights[t, slot] = e, weight
     return ids, weights
+
+
+def _scores(row: np.ndarray, scoring: str) -> np.ndarray:
+    if scoring == "softmax_topk":
+        return row
+    if scoring == "softmax":
+        none = row.size == 0 or not np.isfinite(row.max())
+        e = np.zeros_like(row) if none else np.exp(row - row.max())
+        return e / e.sum() if e.sum() > 0 else e
+    return _sigmoid(row) if scoring == "sigmoid" else np.sqrt(np.logaddexp(0.0, row))
+
+
+def _chosen(
+    score: np.ndarray, bias: np.ndarray | None, top_k: int, num_groups: int, top_groups: int
+) -> list[int]:
+    size = len(score) // num_groups
+    key = score if bias is None else score + bias.astype(np.float32)
+    group_score = []
+    for g in range(num_groups):
+        best = sorted(key[g * size : (g + 1) * size], reverse=True)
+        with np.errstate(over="ignore"):
+            group_score.append(sum(best[:2]) if bias is not None else best[0])
+    groups = sorted(range(num_groups), key=lambda g: (-group_score[g], g))[:top_groups]
+    allowed = [e for g in groups for e in range(g * size, (g + 1) * size)]
+    return sorted(allowed, key=lambda e: (-key[e], e))[:top_k]
 
 
 def activate(gate: np.ndarray, up: np.ndarray, kind: str, params: tuple) -> np.ndarray:

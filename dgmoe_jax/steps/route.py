@@ -26,24 +26,42 @@ def router_logits(x: Array, gate_weight: Array) -> Array:
     )
 
 
-def select(logits: Array, bias: Array | None, router: RouterConfig, backend: str) -> Routing:
-    """logits [T, E] f32 -> each token's `top_k` experts by score (+ bias)."""
-    if router.selection == "hash":
-        raise NotImplementedError("selection='hash' does not run yet; 'scores' does")
+def select(
+    logits: Array,
+    bias: Array | None,
+    router: RouterConfig,
+    backend: str,
+    *,
+    token_ids: Array | None = None,
+    hash_table: Array | None = None,
+    valid: Array | None = None,
+    expert_map: Array | None = None,
+) -> Routing:
+    """logits [T, E] f32 -> each token's experts by score (+ bias) or by token id, in one kernel."""
+    by_hash = router.selection == "hash"
+    weight = router.shared_weight
+    if router.fused_shared_experts and weight is None:
+        weight = 1.0 / router.scaling_factor
     topk_ids, topk_weights = backends.get("route", backend)(
         logits,
-        bias,
+        None if by_hash else bias,
         scoring=router.scoring,
         top_k=router.top_k,
         num_groups=router.num_groups,
         top_groups=router.top_groups,
         renormalize=router.renormalize,
+        token_ids=token_ids if by_hash else None,
+        hash_table=hash_table if by_hash else None,
+        valid=valid,
+        expert_map=expert_map,
+        fused_shared_experts=router.fused_shared_experts,
+        shared_weight=weight,
     )
     return Routing(topk_ids, topk_weights)
 
 
 def drop_padding(routing: Routing, valid: Array | None) -> Routing:
-    """Tokens that are not `valid` [T] go to no expert."""
+    """Tokens that are not `valid` [T] go to no expert, in a routing that the caller brings."""
     if valid is None:
         return routing
     return Routing(

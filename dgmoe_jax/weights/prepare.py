@@ -32,6 +32,7 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
         to `cfg.recipe` here. Weights that are already float8_e4m3fn ("fp8_block") come with
         `*_scale` f32 per 128 x 128 block, `w13_scale` [E, 2 * ceil(I / 128), ceil(H / 128)] (gate
         blocks, then up blocks) and `w2_scale` [E, ceil(H / 128), ceil(I / 128)], and keep them.
+        Hash selection also needs `hash_table` [vocab, k] int32 or int64 of experts' ids.
       arch: the architecture to lay out for ("cpu", "sm90"); None means any that runs the recipe.
 
     Returns:
@@ -61,12 +62,29 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
     shared = None
     if cfg.num_shared_experts:
         shared = _weights(raw, "shared_", (), hidden, cfg.num_shared_experts * inner, fmt)
-    return MoEParams(gate_weight, gate_bias, experts, shared, None)
+    return MoEParams(gate_weight, gate_bias, experts, shared, _hash_table(raw, cfg))
+
+
+def _hash_table(raw: Mapping[str, Any], cfg: MoEConfig) -> Array | None:
+    if cfg.router.selection != "hash":
+        return None
+    table = jnp.asarray(raw["hash_table"])
+    checks.shape("hash_table", table, (None, cfg.router.top_k))
+    checks.dtype("hash_table", table, ("int32", "int64"))
+    if table.size and not isinstance(table, jax.core.Tracer):
+        low, high = int(table.min()), int(table.max())
+        if low < 0 or high >= cfg.num_experts:
+            raise ValueError(
+                f"hash_table: ids {low}..{high}, must be in [0, {cfg.num_experts}), num_experts"
+            )
+    return table.astype(jnp.int32)
 
 
 def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
     shared = _SHARED if cfg.num_shared_experts else ()
-    missing = [n for n in (*_REQUIRED, *shared[:2]) if raw.get(n) is None]
+    by_hash = cfg.router.selection == "hash"
+    needed = (*_REQUIRED, *shared[:2], *(["hash_table"] if by_hash else []))
+    missing = [n for n in needed if raw.get(n) is None]
     if missing:
         raise ValueError(f"raw: missing {missing}")
     unknown = sorted(map(str, set(raw) - {*_REQUIRED, *_OPTIONAL, *shared}))
@@ -77,8 +95,8 @@ def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
         raise ValueError(
             f"raw: unknown {unknown}, must be in {[*_REQUIRED, *_OPTIONAL, *_SHARED]}{hint}"
         )
-    if raw.get("hash_table") is not None:
-        raise NotImplementedError("raw['hash_table']: hash routing does not run yet; 'scores' does")
+    if raw.get("hash_table") is not None and not by_hash:
+        raise ValueError("raw['hash_table']: given with router.selection='scores', needs 'hash'")
 
 
 def _weights(
