@@ -26,6 +26,7 @@ __all__ = [
     "assert_warm",
     "dequantize",
     "expert_counts",
+    "expert_counts",
     "moe_layer",
     "plan",
     "prepare_params",
