@@ -26,7 +26,6 @@ __all__ = [
     "assert_warm",
     "dequantize",
     "expert_counts",
-    "expert_counts",
     "moe_layer",
     "plan",
     "prepare_params",
