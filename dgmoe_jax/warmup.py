@@ -114,7 +114,8 @@ def warmup(
         where they run, so it must be that device's.
       cache_dir: where all goes, made if missing; None: DGMOE_JAX_CACHE_DIR, DG_JIT_CACHE_DIR or
         the defaults. Sets the first two for this process and its children; others that are to use
-        what lies there set DGMOE_JAX_CACHE_DIR.
+        what lies there set DGMOE_JAX_CACHE_DIR. It serves any machine with the same model of
+        GPU and the same Python packages and CUDA at the same paths.
       processes: compile so many at a time; None: one a core, as many as fit on the GPU.
       progress: show a bar (where rich is installed).
 
