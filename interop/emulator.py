@@ -212,3 +212,124 @@ def m_grouped_gemm_nt_masked(*integers):
         scales = (None, None) if a_scales is None else (a_scales[e, :rows], b_scales[e])
         d[e, rows : math.ceil(rows / _WAVE) * _WAVE] = np.nan
         d[e, :rows] = _product(a[e, :rows], scales[0], b[e], scales[1], recipes)
+
+
+def _leading_tensors(integers, count):
+    """The first ``count`` tensors, and the integers after them."""
+    flat, end = [int(i) for i in integers], 0
+    for _ in range(count):
+        end += 4 + 2 * flat[end + 3]
+    return _tensors(flat[:end]), flat[end:]
+
+
+def gemm_nt(*integers):
+    """``d = a @ b.T``, written in place in d's dtype.
+
+    Args:
+      *integers: the tensors ``a, b, d`` (bf16; d f32) or ``a, a_scales, b, b_scales, d`` (in the
+        formats that the module says; d bf16), as of m_grouped_gemm_nt_contiguous; then, for the
+        latter, how many values along K share a scale in a and in b.
+
+    Raises:
+      ValueError: memory that DeepGEMM would refuse or read wrongly.
+    """
+    # a or its scales; the latter come with two integers after the tensors.
+    tensors, granularities = _leading_tensors(integers, 3)
+    if len(granularities) > 2:
+        tensors, granularities = _leading_tensors(integers, 5)
+        a, a_scales, b, b_scales, d = tensors
+        _require_tma_scales(a_scales, a, "a", granularities[0])
+        if b_scales.dtype == np.int32:
+            _require_tma_scales(b_scales, b, "b", granularities[1])
+    else:
+        (a, b, d), a_scales, b_scales, granularities = tensors, None, None, (None, None)
+    if d.shape != (len(a), len(b)):
+        raise ValueError(f"d {d.shape} does not fit a {a.shape}, b {b.shape}")
+    x, w = _numbers(a, a_scales, granularities[0]), _numbers(b, b_scales, granularities[1])
+    with np.errstate(all="ignore"):
+        d[:] = (x @ w.T).astype(np.float32).astype(d.dtype)
+
+
+def tf32_hc_prenorm_gemm(*integers):
+    """``d[s] = a @ b.T`` and ``sqr_sum[s] = sum(a * a)`` over the s-th part of K, in f32.
+
+    Args:
+      *integers: the tensors ``a`` (bf16), ``b`` (f32), ``d``, ``sqr_sum`` (both f32), as of
+        m_grouped_gemm_nt_contiguous; then the number of parts.
+
+    Tensor cores read 10 bits of a mantissa of b and not the rest. Blocks of 64 are dealt to the
+    parts in order, the first ones getting one more where they do not divide evenly.
+    """
+    (a, b, d, sqr_sum), (num_splits,) = _leading_tensors(integers, 4)
+    shape = (num_splits, len(a), len(b))
+    if d.shape != shape or sqr_sum.shape != shape[:2]:
+        raise ValueError(f"d {d.shape}, sqr_sum {sqr_sum.shape} do not fit {shape}")
+    x = a.astype(np.float64)
+    w = (b.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    parts = np.array_split(np.arange(x.shape[1]).reshape(-1, 64), num_splits)
+    for s, part in enumerate(part.ravel() for part in parts):
+        d[s] = x[:, part] @ w[:, part].T
+        sqr_sum[s] = np.square(x[:, part]).sum(axis=1)
+
+
+def _k_groups(integers):
+    """a, a_scales, b, b_scales, d, c and the groups: (index, first and last along K) of each."""
+    tensors, ks = _leading_tensors(integers, 5)
+    if tensors[1].dtype == tensors[0].dtype:
+        (a, b, d, layout, c), a_scales, b_scales = tensors, None, None
+    else:
+        (a, a_scales, b, b_scales, d, layout, c), (*ks, _, _) = _leading_tensors(integers, 7)
+    if list(layout) != list(ks) or d.dtype != np.float32 or c.shape != d.shape:
+        raise ValueError(f"group sizes {layout} and {ks}, c {c.shape} and d {d.shape} {d.dtype}")
+    ends = np.cumsum(ks)
+    groups = [(g, int(end - k), int(end)) for g, (k, end) in enumerate(zip(ks, ends, strict=True))]
+    return a, a_scales, b, b_scales, d, c, groups
+
+
+def k_grouped_gemm_nt_contiguous(*integers):
+    """``d[g] = c[g] + a_g @ b_g.T`` in f32; a_g is [M, ks[g]], after the groups before it in a.
+
+    Args:
+      *integers: the tensors ``a`` (e4m3), ``a_scales`` (f32), ``b``, ``b_scales``, ``d`` (f32),
+        ``ks`` (int32), ``c`` (f32), as of m_grouped_gemm_nt_contiguous; then the numbers in ks,
+        and the granularities of a and b, which are 128.
+    """
+    a, a_scales, b, b_scales, d, c, groups = _k_groups(integers)
+
+    def operand(values, scales, size, first, end):
+        wanted = (size, len(values) // size // _SCALE_GROUP)
+        strides = tuple(s // scales.itemsize for s in scales.strides)
+        if scales.shape != wanted or strides != (1, math.ceil(size / 4) * 4):
+            raise ValueError(
+                f"scales {scales.shape}, strides {strides}; must be {wanted}, MN-major"
+            )
+        block = values[first * size : end * size].reshape(size, end - first)
+        return _numbers(block, scales[:, first // _SCALE_GROUP : end // _SCALE_GROUP])
+
+    for g, first, end in groups:
+        x = operand(a, a_scales, d.shape[1], first, end)
+        w = operand(b, b_scales, d.shape[2], first, end)
+        d[g] = c[g] + (x @ w.T).astype(np.float32)
+
+
+def k_grouped_gemm_tn_contiguous(*integers):
+    """``d[g] = c[g] + a_g.T @ b_g`` in f32; a_g are rows of a, ks[g] after those of groups before.
+
+    Args:
+      *integers: the tensors ``a``, ``b`` (bf16), ``d`` (f32), ``ks`` (int32), ``c`` (f32), or
+        ``a`` (e4m3), ``a_scales`` (int32), ``b``, ``b_scales``, ``d``, ``ks``, ``c``, as of
+        m_grouped_gemm_nt_contiguous; then the numbers in ks; then the granularities, 32 and 32.
+    """
+    a, a_scales, b, b_scales, d, c, groups = _k_groups(integers)
+
+    def operand(values, scales, first, end):
+        block = np.ascontiguousarray(values[first:end].T)
+        if scales is None:
+            return block.astype(np.float64)
+        if scales.shape != (len(values) // 128, values.shape[1]) or not scales.flags.c_contiguous:
+            raise ValueError(f"scales {scales.shape} of values {values.shape}; must be row-major")
+        return _numbers(block, scales[first // 128 : end // 128].T, 32)
+
+    for g, first, end in groups:
+        x, w = operand(a, a_scales, first, end), operand(b, b_scales, first, end)
+        d[g] = c[g] + (x @ w.T).astype(np.float32)

@@ -1,7 +1,13 @@
 """The DeepGEMM bridge: its real shim in jit on the CPU emulator, against a float64 oracle."""
 
+import ast
+import ctypes
+import functools
+import importlib.util
+import itertools
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -354,7 +360,7 @@ def test_lowers_for_cuda_without_a_gpu(program, fp8, target):
     calls = [line for line in text.splitlines() if "custom_call" in line]
     calls = [line for line in calls if "@Sharding" not in line and "@SPMD" not in line]
     assert len(calls) == 1 and f"@{target}(" in calls[0], text
-    assert "alignment = 64 : i64" in calls[0]
+    assert "alignment = dense<64> : tensor<1xi64>" in calls[0]
     assert "callback" not in text
 
 
@@ -438,59 +444,6 @@ print("ran")
     assert [process.returncode for process in processes] == [0, 0], outs
     left = [path.suffix for path in pathlib.Path(cache).iterdir()]
     assert left == [".so"]
-
-
-def wheel(fp8, bf16):
-    """A module with the given wrappers around ``_C``, as deep_gemm has them."""
-    core = types.SimpleNamespace(
-        m_grouped_fp8_fp4_gemm_nt_contiguous="fp8",
-        m_grouped_bf16_gemm_nt_contiguous="bf16",
-        m_grouped_fp8_fp4_gemm_nt_masked="fp8 masked",
-        m_grouped_bf16_gemm_nt_masked="bf16 masked",
-        get_mk_alignment_for_contiguous_layout="get",
-        set_mk_alignment_for_contiguous_layout="set",
-    )
-    scope = {"_C": core}
-    exec(
-        f"""
-def m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, d, grouped_layout, {fp8[0]}):
-    (a, sa), (b, sb) = a, b
-    _C.m_grouped_fp8_fp4_gemm_nt_contiguous({fp8[1]})
-def m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout, {bf16[0]}):
-    _C.m_grouped_bf16_gemm_nt_contiguous({bf16[1]})
-def m_grouped_fp8_fp4_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe=None):
-    (a, sa), (b, sb) = a, b
-    return _C.m_grouped_fp8_fp4_gemm_nt_masked(a, sa, b, sb, d, masked_m, expected_m, recipe)
-def m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims='nk'):
-    _C.m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims)
-""",
-        scope,
-    )
-    return types.SimpleNamespace(**scope)
-
-
-def test_arguments_after_the_tensors_come_from_the_installed_wheel():
-    deep = wheel(
-        (
-            "recipe=None, compiled_dims='nk', psum=False",
-            "a, sa, b, sb, d, grouped_layout, recipe, compiled_dims, psum",
-        ),
-        (
-            "compiled_dims='nk', psum=False, padding=True",
-            "a, b, d, grouped_layout, compiled_dims, psum, padding",
-        ),
-    )
-    kernels, get, set_ = deep_gemm._deep_gemm_functions(deep)
-    assert (get, set_) == ("get", "set")
-    assert kernels == {
-        "m_grouped_fp8_fp4_gemm_nt_contiguous": ("fp8", [None, "nk", False]),
-        "m_grouped_bf16_gemm_nt_contiguous": ("bf16", ["nk", False, True]),
-        "m_grouped_fp8_fp4_gemm_nt_masked": ("fp8 masked", [None]),
-        "m_grouped_bf16_gemm_nt_masked": ("bf16 masked", ["nk"]),
-    }
-    other = wheel(("x=0", "a, sa, b, sb, grouped_layout, d"), ("x=0", "a, b, d, grouped_layout"))
-    with pytest.raises(NotImplementedError, match="does not call _C the way"):
-        deep_gemm._deep_gemm_functions(other)
 
 
 # --- masked
@@ -588,3 +541,749 @@ def test_masked_lowers_for_cuda_without_a_gpu(fp8):
     calls = [line for line in text.splitlines() if "custom_call" in line]
     assert len(calls) == 1 and f"@{target}(" in calls[0], text
     assert "expected_m = 1 : i64" in calls[0]
+
+
+# --- dense, weight gradients and SM100's format
+
+
+def rounded(x, dtype=BF16):
+    return x.astype(np.float32).astype(dtype).astype(np.float64)
+
+
+def equal(got, want):
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float64), want)
+
+
+def small(rng, *shape):
+    """Integers whose products and sums are exact in f32, in any order."""
+    return rng.integers(-4, 5, shape).astype(np.float64)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def ue8m0(rng, values, group, *, fp4=False):
+    """A pair in SM100's format from values [..., MN, K], and the numbers that it stands for."""
+    *stack, size, depth = values.shape
+    groups = -(-depth // group)
+    exponents = rng.integers(125, 130, (*stack, size, groups))
+    numbers = values
+    if fp4:
+        codes = rng.integers(0, 16, values.shape)
+        numbers = E2M1[codes & 7] * np.where(codes & 8, -1, 1)
+        stored = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    else:
+        stored = values.astype(E4M3)
+    # 255 is NaN: rows past MN, which a TMA reads and nobody may use, and exponents past K.
+    grid = np.full((*stack, -(-groups // 4) * 4, -(-size // 4) * 4), 255, np.uint8)
+    grid[..., :groups, :size] = np.swapaxes(exponents, -1, -2)
+    words = np.moveaxis(grid.reshape(*stack, -1, 4, grid.shape[-1]), -2, -1)
+    words = np.ascontiguousarray(words).view("<i4")[..., 0]
+    scales = np.repeat(2.0 ** (exponents - 127), group, axis=-1)[..., :depth]
+    return (stored, words), numbers * scales
+
+
+@pytest.mark.parametrize("rows", [1, 3, 130])
+@pytest.mark.parametrize("columns", [8, 136])
+@pytest.mark.parametrize("depth", [512, 640])
+def test_dense_fp8(rows, columns, depth):
+    case = make_case(40, [0] * rows, columns, depth, fp8=True, exact=True, experts=1)
+    a, a_scales, b, b_scales, _ = case
+    f = jax.jit(lambda a, b: deep_gemm.gemm_nt_f8f8bf16(a, b, emulate=True))
+    equal(f((a, a_scales), (b[0], b_scales[0])), rounded(oracle(*case)))
+
+
+@pytest.mark.parametrize("rows", [1, 130])
+@pytest.mark.parametrize("columns", [8, 136])
+@pytest.mark.parametrize("depth", [64, 640])
+def test_dense_bf16_in_f32(rows, columns, depth):
+    rng = np.random.default_rng(41)
+    a, b = small(rng, rows, depth) + 2.0**-7, small(rng, columns, depth)
+    a, b = a.astype(BF16), b.astype(BF16)
+    out = jax.jit(lambda a, b: deep_gemm.gemm_nt_bf16bf16f32(a, b, emulate=True))(a, b)
+    assert out.dtype == jnp.float32
+    equal(out, a.astype(np.float64) @ b.astype(np.float64).T)
+
+
+FORMATS = [  # recipes, group of a, group of b, FP4 in b
+    (dict(), 128, 128, False),
+    (dict(recipe=(1, 1, 32)), 32, 32, False),
+    (dict(recipe_a=(1, 32), recipe_b=(1, 32), disable_ue8m0_cast=True), 32, 32, False),
+    (dict(recipe_a=(1, 128), recipe_b=(1, 32)), 128, 32, True),
+    (dict(recipe_a=(1, 32), recipe_b=(1, 32)), 32, 32, True),
+]
+
+
+@pytest.mark.parametrize(("recipes", "group_a", "group_b", "fp4"), FORMATS)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 8, 128), (3, 136, 640), (130, 24, 512)])
+@pytest.mark.parametrize("layout", ["dense", "contiguous", "masked"])
+def test_sm100_formats(recipes, group_a, group_b, fp4, rows, columns, depth, layout):
+    rng = np.random.default_rng(42)
+    experts = 2
+    stack = dict(dense=((), ()), contiguous=((), (experts,)), masked=((experts,), (experts,)))
+    stack_a, stack_b = stack[layout]
+    # The masked slabs are blocks of 8 rows, of which the last ones are not live.
+    size = -(-rows // 8) * 8 if layout == "masked" else rows
+    a, x = ue8m0(rng, small(rng, *stack_a, size, depth), group_a)
+    b, w = ue8m0(rng, small(rng, *stack_b, columns, depth), group_b, fp4=fp4)
+    how = dict(**recipes, emulate=True)
+    if layout == "dense":
+        out = jax.jit(lambda a, b: deep_gemm.gemm_nt_f8f8bf16(a, b, **how))(a, b)
+        return equal(out, rounded(x @ w.T))
+    if layout == "contiguous":
+        index = np.ones(rows, np.int32)
+        f = deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous
+        out = jax.jit(lambda a, b, i: f(a, b, i, alignment=8, **how))(a, b, index)
+        return equal(out, rounded(x @ w[1].T))
+    f = deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked
+    masked_m = np.array([rows, 0], np.int32)
+    out = jax.jit(lambda a, b, m: f(a, b, m, 1, **how))(a, b, masked_m)
+    equal(out[0, :rows], rounded(x[0, :rows] @ w[0].T))
+
+
+def test_mxfp8_is_a_recipe():
+    rng = np.random.default_rng(43)
+    a, x = ue8m0(rng, small(rng, 17, 1024), 32)
+    b, w = ue8m0(rng, small(rng, 40, 1024), 32)
+    equal(deep_gemm.gemm_nt_mxfp8_f8f8bf16(a, b, emulate=True), rounded(x @ w.T))
+
+
+@pytest.mark.parametrize("poison", [np.nan, 448.0])
+def test_a_row_reaches_no_other(poison):
+    rng = np.random.default_rng(44)
+    values = small(rng, 5, 512)
+    a, x = ue8m0(rng, values, 32)
+    b, w = ue8m0(rng, small(rng, 24, 512), 32)
+    a[0][3] = poison
+    out = deep_gemm.gemm_nt_mxfp8_f8f8bf16(a, b, emulate=True)
+    others = [0, 1, 2, 4]
+    equal(out[np.array(others)], rounded(x[others] @ w.T))
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3, 10])
+def test_prenorm(num_splits):
+    rng = np.random.default_rng(45)
+    a = small(rng, 130, 640).astype(BF16)
+    # Tensor cores read 10 bits of the mantissa: a quarter of the last one is lost.
+    w = rng.integers(1, 5, (24, 640)) * rng.choice([-1.0, 1.0], (24, 640))
+    b = (w * (1 + 2.0**-12 * rng.integers(0, 2, w.shape))).astype(np.float32)
+    f = functools.partial(deep_gemm.tf32_hc_prenorm_gemm, num_splits=num_splits, emulate=True)
+    d, sqr_sum = jax.jit(f)(a, b)
+    # Ten blocks of 64: the first parts have one more where they do not divide evenly.
+    parts = np.array_split(np.arange(640).reshape(10, 64), num_splits or 1)
+    x, parts = a.astype(np.float64), [part.ravel() for part in parts]
+    want_d = np.stack([x[:, part] @ w[:, part].T for part in parts])
+    want_sqr_sum = np.stack([(x[:, part] ** 2).sum(axis=1) for part in parts])
+    for got, want in ((d, want_d), (sqr_sum, want_sqr_sum)):
+        assert got.dtype == jnp.float32
+        equal(got, want[0] if num_splits is None else want)
+
+
+KS = (256, 0, 128, 384)
+
+
+@pytest.mark.parametrize("kind", ["bf16_tn", "fp8_nt", "fp8_tn"])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 48), (208, 144)])
+@pytest.mark.parametrize("donate", [False, True])
+def test_weight_gradients(kind, rows, columns, donate):
+    rng = np.random.default_rng(46)
+    depth, ends = sum(KS), np.cumsum(KS)
+    groups = [slice(end - k, end) for k, end in zip(KS, ends, strict=True)]
+    c = small(rng, len(KS), rows, columns).astype(np.float32)
+    operands, numbers = [], []
+    for size in (rows, columns):
+        values = small(rng, depth, size)
+        if kind == "bf16_tn":
+            pair, number = values.astype(BF16), values
+        elif kind == "fp8_tn":
+            (stored, words), number = ue8m0(rng, values.T, 32)
+            pair, number = (np.ascontiguousarray(stored.T), words), number.T
+        else:
+            scales = np.exp2(rng.integers(-2, 3, (depth // 128, size))).astype(np.float32)
+            number = values * scales.repeat(128, axis=0)
+            pair = np.concatenate([values[g].T.ravel() for g in groups]).astype(E4M3), scales
+        operands.append(pair)
+        numbers.append(number)
+    f = getattr(deep_gemm, "k_grouped_{}_gemm_{}_contiguous".format(*kind.split("_")))
+    run = jax.jit(
+        lambda a, b, c: f(a, b, KS, c, emulate=True), donate_argnums=(2,) if donate else ()
+    )
+    given = jnp.array(c)
+    out = run(*operands, given)
+    x, w = numbers
+    equal(out, np.stack([c[i] + x[g].T @ w[g] for i, g in enumerate(groups)]))
+    assert given.is_deleted() if donate else (np.asarray(given) == c).all()
+
+
+def test_nothing_to_do():
+    zeros = np.zeros
+    pairs = [
+        (zeros((rows, 128), E4M3), zeros((1, columns), np.int32))
+        for rows, columns in ((0, 0), (8, 8))
+    ]
+    for emulate in (False, True):
+        out = deep_gemm.gemm_nt_mxfp8_f8f8bf16(*pairs, emulate=emulate)
+        assert out.shape == (0, 8) and out.dtype == jnp.bfloat16
+        a = zeros((0, 64), BF16)
+        out = deep_gemm.gemm_nt_bf16bf16f32(a, zeros((8, 64), BF16), emulate=emulate)
+        assert out.shape == (0, 8) and out.dtype == jnp.float32
+        b = zeros((8, 64), np.float32)
+        d, sqr_sum = deep_gemm.tf32_hc_prenorm_gemm(a, b, num_splits=1, emulate=emulate)
+        assert d.shape == (1, 0, 8) and sqr_sum.shape == (1, 0)
+        c = np.ones((2, 8, 16), np.float32)
+        a, b = zeros((0, 8), BF16), zeros((0, 16), BF16)
+        f = deep_gemm.k_grouped_bf16_gemm_tn_contiguous
+        equal(f(a, b, (0, 0), c, emulate=emulate), c)
+
+
+def operands_of(name):
+    """Shapes that the function takes, as keyword arguments."""
+
+    def of(dtype):
+        return lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+
+    f8, f32, i32, bf16 = map(of, (jnp.float8_e4m3fn, jnp.float32, jnp.int32, jnp.bfloat16))
+    return {
+        "gemm_nt_f8f8bf16": dict(a=(f8(6, 256), f32(2, 8)), b=(f8(136, 256), f32(2, 2))),
+        "gemm_nt_mxfp8_f8f8bf16": dict(a=(f8(6, 256), i32(2, 8)), b=(f8(24, 256), i32(2, 24))),
+        "gemm_nt_bf16bf16f32": dict(a=bf16(6, 64), b=bf16(24, 64)),
+        "tf32_hc_prenorm_gemm": dict(a=bf16(6, 128), b=f32(24, 128), num_splits=2),
+        "k_grouped_fp8_gemm_nt_contiguous": dict(
+            a=(f8(256 * 8), f32(2, 8)), b=(f8(256 * 4), f32(2, 4)), c=f32(2, 8, 4), ks=(128, 128)
+        ),
+        "k_grouped_fp8_gemm_tn_contiguous": dict(
+            a=(f8(256, 16), i32(2, 16)), b=(f8(256, 32), i32(2, 32)), c=f32(1, 16, 32), ks=(256,)
+        ),
+        "k_grouped_bf16_gemm_tn_contiguous": dict(
+            a=bf16(256, 8), b=bf16(256, 16), c=f32(1, 8, 16), ks=(256,)
+        ),
+        "m_grouped_fp8_fp4_gemm_nt_contiguous": dict(
+            a=(f8(6, 256), i32(1, 8)),
+            b=(of(jnp.int8)(2, 24, 128), i32(2, 2, 24)),
+            m_indices=i32(6),
+            recipe_a=(1, 128),
+            recipe_b=(1, 32),
+        ),
+    }[name]
+
+
+CALLED = {  # ours -> DeepGEMM's
+    "gemm_nt_f8f8bf16": "fp8_fp4_gemm_nt",
+    "gemm_nt_mxfp8_f8f8bf16": "fp8_fp4_gemm_nt",
+    "gemm_nt_bf16bf16f32": "bf16_gemm_nt",
+    **{
+        name: name
+        for name in (
+            "tf32_hc_prenorm_gemm",
+            "k_grouped_fp8_gemm_nt_contiguous",
+            "k_grouped_fp8_gemm_tn_contiguous",
+            "k_grouped_bf16_gemm_tn_contiguous",
+            "m_grouped_fp8_fp4_gemm_nt_contiguous",
+        )
+    },
+}
+
+
+def traced(name, **changes):
+    operands = operands_of(name) | changes
+    static = {k: v for k, v in operands.items() if not jax.tree.leaves(v) or k in STATIC}
+    arrays = {k: v for k, v in operands.items() if k not in static}
+    return jax.jit(lambda **x: getattr(deep_gemm, name)(**x, **static)).trace(**arrays)
+
+
+STATIC = {"ks", "recipe", "recipe_a", "recipe_b", "num_splits", "settings"}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_all_lower_for_cuda_without_a_gpu(name):
+    settings = deep_gemm.Settings(num_sms=120, pdl=True, block_size_multiple_of=(64, 32))
+    text = traced(name, settings=settings).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call" in line]
+    assert len(calls) == 1 and f"@dgmoe_{CALLED[name]}(" in calls[0], text
+    for part in ("num_sms = dense<120>", "pdl = dense<1>", "multiple_of = dense<[64, 32]>"):
+        assert part in calls[0]
+    assert "callback" not in text
+
+
+S, F8, I32, F32 = jax.ShapeDtypeStruct, jnp.float8_e4m3fn, jnp.int32, jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "text"),
+    [
+        (
+            "gemm_nt_f8f8bf16",
+            dict(a=(S((6, 256), F8), S((6, 2), F32))),
+            ValueError,
+            r"scales of a has shape \(6, 2\); it must be \(2, 8\)",
+        ),
+        (
+            "gemm_nt_f8f8bf16",
+            dict(a=(S((6, 256), F8), S((1, 8), I32))),
+            TypeError,
+            "scales of a are int32, of b float32; they must be both",
+        ),
+        (
+            "gemm_nt_f8f8bf16",
+            dict(b=(S((136, 384), F8), S((2, 3), F32))),
+            ValueError,
+            r"b has shape \(136, 384\); it must be \(136, 256\)",
+        ),
+        (
+            "gemm_nt_f8f8bf16",
+            dict(b=(S((1, 136, 256), F8), S((1, 2, 2), F32))),
+            ValueError,
+            r"b has shape \(1, 136, 256\); it must be \[N, K\]",
+        ),
+        ("gemm_nt_f8f8bf16", dict(recipe=(1, 128)), TypeError, "recipe is .*tuple of 3 ints"),
+        (
+            "gemm_nt_f8f8bf16",
+            dict(recipe=(1, 128, 64)),
+            ValueError,
+            r"recipe of a is \(1, 64\); with float32 scales it must be \(1, 128\)",
+        ),
+        (
+            "gemm_nt_f8f8bf16",
+            dict(recipe=(1, 1, 128)),
+            ValueError,
+            r"recipe of b is \(1, 128\); with float32 scales it must be \(128, 128\)",
+        ),
+        ("gemm_nt_f8f8bf16", dict(recipe_a=(1, 128)), ValueError, "give recipe, or recipe_a and"),
+        (
+            "gemm_nt_f8f8bf16",
+            dict(recipe=(1, 128, 128), recipe_a=(1, 128), recipe_b=(128, 128)),
+            ValueError,
+            "give recipe, or recipe_a and",
+        ),
+        (
+            "gemm_nt_f8f8bf16",
+            dict(b=(S((136, 128), jnp.uint8), S((2, 2), F32))),
+            TypeError,
+            "FP4 values have int32 scales",
+        ),
+        ("gemm_nt_f8f8bf16", dict(settings={"num_sms": 1}), TypeError, "must be a deep_gemm.Sett"),
+        (
+            "gemm_nt_mxfp8_f8f8bf16",
+            dict(b=(S((24, 256), F8), S((1, 24), I32))),
+            ValueError,
+            r"scales of b has shape \(1, 24\); it must be \(2, 24\)",
+        ),
+        (
+            "gemm_nt_mxfp8_f8f8bf16",
+            dict(a=(S((6, 256), F8), S((2, 8), F32))),
+            TypeError,
+            "scales of a has dtype float32; it must be int32",
+        ),
+        (
+            "gemm_nt_bf16bf16f32",
+            dict(b=S((20, 64), jnp.bfloat16)),
+            ValueError,
+            "N = 20.*multiple of 8",
+        ),
+        ("gemm_nt_bf16bf16f32", dict(a=S((6, 64), F32)), TypeError, "a has dtype float32"),
+        ("tf32_hc_prenorm_gemm", dict(num_splits=0), ValueError, "num_splits is 0"),
+        ("tf32_hc_prenorm_gemm", dict(num_splits=3), ValueError, "is 3; K = 128 has 2 parts"),
+        ("tf32_hc_prenorm_gemm", dict(b=S((136, 128), F32)), ValueError, "N = 136; N must be"),
+        (
+            "tf32_hc_prenorm_gemm",
+            dict(b=S((24, 128), jnp.bfloat16)),
+            TypeError,
+            "b has dtype bfloat16; it must be float32",
+        ),
+        ("k_grouped_bf16_gemm_tn_contiguous", dict(ks=(64,)), ValueError, r"ks is \(64,\)"),
+        ("k_grouped_bf16_gemm_tn_contiguous", dict(ks=(128,)), ValueError, r"must be \(128, 8\)"),
+        ("k_grouped_bf16_gemm_tn_contiguous", dict(ks=(0, 256)), TypeError, "tuple of 1 ints"),
+        (
+            "k_grouped_bf16_gemm_tn_contiguous",
+            dict(c=S((1, 8, 12), F32)),
+            ValueError,
+            "multiples of 8",
+        ),
+        (
+            "k_grouped_bf16_gemm_tn_contiguous",
+            dict(c=S((1, 8, 16), jnp.bfloat16)),
+            TypeError,
+            "c has dtype bfloat16",
+        ),
+        (
+            "k_grouped_fp8_gemm_nt_contiguous",
+            dict(recipe=(1, 1, 32)),
+            ValueError,
+            r"must be \(1, 1, 128\)",
+        ),
+        (
+            "k_grouped_fp8_gemm_nt_contiguous",
+            dict(a=(S((256, 8), F8), S((2, 8), F32))),
+            ValueError,
+            r"a has shape \(256, 8\); it must be \(2048,\)",
+        ),
+        (
+            "k_grouped_fp8_gemm_tn_contiguous",
+            dict(recipe=(1, 1, 128)),
+            ValueError,
+            r"must be \(1, 1, 32\)",
+        ),
+        (
+            "k_grouped_fp8_gemm_tn_contiguous",
+            dict(b=(S((256, 32), F8), S((2, 32), F32))),
+            TypeError,
+            "scales of b has dtype float32; it must be int32",
+        ),
+    ],
+)
+def test_bad_operands_of_the_others_are_named(name, changes, error, text):
+    with pytest.raises(error, match=text):
+        traced(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        (dict(num_sms=0), ValueError, "num_sms is 0; it must be at least 1"),
+        (dict(num_sms=True), TypeError, "num_sms is True"),
+        (dict(pdl=1), TypeError, "pdl is 1; it must be True, False or None"),
+        (dict(block_size_multiple_of=(1, 2, 3)), TypeError, "tuple of 2 ints"),
+        (dict(block_size_multiple_of=-8), ValueError, "-8; it must be at least 1"),
+    ],
+)
+def test_bad_settings_are_named(changes, error, text):
+    with pytest.raises(error, match=text):
+        deep_gemm.Settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "changes", "text"),
+    [
+        ("9.0", "gemm_nt_mxfp8_f8f8bf16", {}, r"10.x; this one has 9.0: it has no UE8M0.*128, 128"),
+        ("9.0", "m_grouped_fp8_fp4_gemm_nt_contiguous", {}, "10.x.*FP4"),
+        ("9.0", "k_grouped_fp8_gemm_tn_contiguous", {}, "k_grouped_fp8_gemm_nt_contiguous"),
+        ("9.0", "tf32_hc_prenorm_gemm", dict(b=S((40, 128), F32)), "sm_90 takes N up to 32"),
+        ("10.3", "gemm_nt_f8f8bf16", {}, "9.x; this one has 10.3.*int32"),
+        ("10.0", "k_grouped_fp8_gemm_nt_contiguous", {}, "k_grouped_fp8_gemm_tn_contiguous"),
+        ("12.0", "gemm_nt_bf16bf16f32", {}, "has capability 12.0"),
+    ],
+)
+def test_another_gpu_is_told_what_it_has(monkeypatch, capability, name, changes, text):
+    monkeypatch.setattr(deep_gemm.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(deep_gemm, "_capability", lambda: capability)
+    monkeypatch.setattr(deep_gemm, "_missing_software", lambda packages: None)
+    with pytest.raises(NotImplementedError, match=text):
+        traced(name, **changes)
+
+
+# --- settings and devices, with stand-ins for the library
+
+
+class StandIn:
+    """A library that records what happens to it, in a copy of the shim that is its own."""
+
+    count = itertools.count()
+
+    def __init__(self, tmp_path, monkeypatch, *, without=()):
+        jax.block_until_ready(deep_gemm.gemm_nt_bf16bf16f32(*self.operands(8), emulate=True))
+        import tvm_ffi
+
+        self.events, self.fails = [], False
+        self.state = dict(alignment=128, num_sms=132, pdl=False, block_size_multiple_of=(1, 1))
+        library = shutil.copy(deep_gemm._build_shim("cpu"), tmp_path / "shim.so")
+        self.shim = tvm_ffi.load_module(str(library))
+        settings = []
+        for name, (get, _, initial) in deep_gemm._SETTINGS.items():
+            get = get and tvm_ffi.convert(lambda name=name: self.state[name])
+            set_ = None if name in without else tvm_ffi.convert(self.setter(name))
+            settings.append((get, set_, initial))
+        function = tvm_ffi.convert(self.launch)
+        kernels = [
+            (function, *deep_gemm._numbered(f, f.tensors)) for f in deep_gemm._FUNCTIONS.values()
+        ]
+        self.library = kernels, settings
+        self.shim.install(*self.library)
+        prefix = f"stand_in_{next(self.count)}_"
+        deep_gemm._register(self.shim, "cpu", prefix)
+        monkeypatch.setattr(deep_gemm, "_EMULATED_TARGET", prefix)
+
+    def setter(self, name):
+        def set_(*value):
+            self.state[name] = value if len(value) > 1 else value[0]
+            self.events.append((name, self.state[name]))
+
+        return set_
+
+    def launch(self, address, code, bits, ndim, rows, *_):
+        self.events.append(("launch", rows, dict(self.state)))
+        if self.fails:
+            raise RuntimeError("no such kernel")
+
+    @staticmethod
+    def operands(rows):
+        return np.zeros((rows, 64), BF16), np.zeros((8, 64), BF16)
+
+    def run(self, rows=8, **settings):
+        f = jax.jit(
+            lambda a, b: deep_gemm.gemm_nt_bf16bf16f32(
+                a, b, settings=deep_gemm.Settings(**settings), emulate=True
+            )
+        )
+        return jax.block_until_ready(f(*self.operands(rows)))
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    return StandIn(tmp_path, monkeypatch)
+
+
+def test_settings_hold_for_one_call(stand_in):
+    before = dict(stand_in.state)
+    stand_in.run(num_sms=120, pdl=True, block_size_multiple_of=64)
+    during = before | dict(num_sms=120, pdl=1, block_size_multiple_of=(64, 64))
+    assert stand_in.events == [
+        ("num_sms", 120),
+        ("pdl", 1),
+        ("block_size_multiple_of", (64, 64)),
+        ("launch", 8, during),
+        ("block_size_multiple_of", (1, 1)),
+        ("pdl", False),
+        ("num_sms", 132),
+    ]
+    assert stand_in.state == before
+
+
+def test_what_is_not_set_is_not_touched(stand_in):
+    stand_in.state["num_sms"] = 100
+    stand_in.run()
+    assert [event[0] for event in stand_in.events] == ["launch"]
+    stand_in.run(pdl=True)
+    assert [event[0] for event in stand_in.events[1:]] == ["pdl", "launch", "pdl"]
+    assert stand_in.events[2][2]["num_sms"] == 100
+
+
+def test_settings_are_restored_when_the_launch_fails(stand_in):
+    before, stand_in.fails = dict(stand_in.state), True
+    with pytest.raises(Exception, match="no such kernel"):
+        stand_in.run(num_sms=7, block_size_multiple_of=(16, 32))
+    assert stand_in.state == before and len(stand_in.events) == 5
+
+
+def test_a_setting_that_the_wheel_lacks(tmp_path, monkeypatch):
+    stand_in = StandIn(tmp_path, monkeypatch, without=("block_size_multiple_of",))
+    with pytest.raises(Exception, match="lacks a setting"):
+        stand_in.run(num_sms=7, block_size_multiple_of=16)
+    assert stand_in.state["num_sms"] == 132 and stand_in.events[-1] == ("num_sms", 132)
+
+
+def test_threads_with_settings_of_their_own(stand_in):
+    before, errors = dict(stand_in.state), []
+
+    def work(rows, num_sms):
+        try:
+            for _ in range(30):
+                stand_in.run(rows, num_sms=num_sms)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(r, r + 100)) for r in (8, 16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and stand_in.state == before
+    launches = [event for event in stand_in.events if event[0] == "launch"]
+    assert len(launches) == 60
+    assert all(state["num_sms"] == rows + 100 for _, rows, state in launches)
+
+
+def test_each_device_has_a_library_of_its_own(stand_in):
+    shim = stand_in.shim
+    shim.install(*stand_in.library)
+    assert [shim.library_index(device) for device in (3, 0, 3, 0)] == [0, 1, 0, 1]
+    with pytest.raises(RuntimeError, match="GPU 3 and cannot run on GPU 5: use one process per"):
+        shim.library_index(5)
+
+
+SHARED = {  # C++ of a variable -> whether copies of its library share it
+    "namespace deep_gemm { inline int state; } int* state() { return &deep_gemm::state; }": True,
+    "namespace deep_gemm { static int state; } int* state() { return &deep_gemm::state; }": False,
+    "namespace deep_gemm { int state; } int* state() { return &deep_gemm::state; }": False,
+}
+
+
+@pytest.mark.parametrize("code", SHARED)
+def test_what_copies_share_is_read_from_their_symbols(tmp_path, code):
+    source, library = tmp_path / "a.cpp", tmp_path / "a.so"
+    source.write_text(f'extern "C" {{ int* state(); }} {code}')
+    compiler = os.environ.get("CXX", "c++").split()
+    subprocess.run(
+        [*compiler, "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
+    )
+    assert deep_gemm._copies_share_state(library) == SHARED[code]
+    # and so it is: the loader gives both copies the same variable, or not
+    copy = shutil.copy(library, tmp_path / "b.so")
+    addresses = set()
+    for path in (library, copy):
+        state = ctypes.CDLL(str(path)).state
+        state.restype = ctypes.c_void_p
+        addresses.add(state())
+    assert len(addresses) == (1 if SHARED[code] else 2)
+
+
+def test_a_library_that_cannot_be_read_counts_as_shared(tmp_path):
+    path = tmp_path / "c.so"
+    path.write_bytes(b"not an ELF file")
+    assert deep_gemm._copies_share_state(path)
+
+
+def test_copies_are_made_where_they_are_independent(tmp_path, monkeypatch):
+    import tvm_ffi
+
+    loaded = []
+
+    def load(path):
+        loaded.append(pathlib.Path(path).read_bytes())
+        return types.SimpleNamespace(init=lambda *given: loaded.append(given))
+
+    monkeypatch.setenv("DGMOE_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tvm_ffi, "load_module", load)
+    (tmp_path / "_C.so").write_bytes(b"code")
+    wheel = types.SimpleNamespace(
+        __file__=str(tmp_path / "__init__.py"),
+        _C="the loaded one",
+        cuda_helpers=types.SimpleNamespace(find_cuda_home=lambda: "/cuda"),
+    )
+    for shares, devices, count in ((True, 2, 1), (False, 1, 1), (False, 3, 3)):
+        monkeypatch.setattr(deep_gemm, "_copies_share_state", lambda path, shares=shares: shares)
+        cores = deep_gemm._cores(wheel, devices)
+        assert len(cores) == count and cores[0] == "the loaded one"
+    assert loaded == [b"code", (str(tmp_path), "/cuda")] * 2
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+# --- the installed wheel
+
+# deep_gemm/__init__.py of sgl-deep-gemm 0.1.5, of the functions used.
+WHEEL = """
+def m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, d, grouped_layout, recipe=None, recipe_a=None, recipe_b=None, compiled_dims='nk', disable_ue8m0_cast=False, use_psum_layout=False, ensure_zero_padding=True, expected_m_for_psum_layout=None):
+    _C.m_grouped_fp8_fp4_gemm_nt_contiguous(*a, *b, d, grouped_layout, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout)
+def m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout, compiled_dims='nk', use_psum_layout=False, ensure_zero_padding=True, expected_m_for_psum_layout=None):
+    _C.m_grouped_bf16_gemm_nt_contiguous(a, b, d, grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout)
+def m_grouped_fp8_fp4_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe=None, recipe_a=None, recipe_b=None, compiled_dims='nk', disable_ue8m0_cast=False):
+    _C.m_grouped_fp8_fp4_gemm_nt_masked(*a, *b, d, masked_m, expected_m, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+def m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims='nk'):
+    _C.m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims)
+def fp8_fp4_gemm_nt(a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims='', disable_ue8m0_cast=False):
+    _C.fp8_fp4_gemm_nt(*a, *b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+def bf16_gemm_nt(a, b, d, c=None, compiled_dims=''):
+    _C.bf16_gemm_nt(a, b, d, c, compiled_dims)
+def tf32_hc_prenorm_gemm(a, b, d, sqr_sum, num_splits=None):
+    _C.tf32_hc_prenorm_gemm(a, b, d, sqr_sum, num_splits)
+def k_grouped_fp8_gemm_nt_contiguous(a, b, d, ks, grouped_layout, c=None, recipe=(1, 1, 128), compiled_dims='mn', use_psum_layout=False):
+    _C.k_grouped_fp8_gemm_nt_contiguous(*a, *b, d, ks, grouped_layout, c, recipe, compiled_dims, use_psum_layout)
+def k_grouped_fp8_gemm_tn_contiguous(a, b, d, ks, grouped_layout, c=None, recipe=(1, 1, 128), compiled_dims='mn', use_psum_layout=False):
+    _C.k_grouped_fp8_gemm_tn_contiguous(*a, *b, d, ks, grouped_layout, c, recipe, compiled_dims, use_psum_layout)
+def k_grouped_bf16_gemm_tn_contiguous(a, b, d, ks, grouped_layout, c=None, compiled_dims='mn', use_psum_layout=False):
+    _C.k_grouped_bf16_gemm_tn_contiguous(a, b, d, ks, grouped_layout, c, compiled_dims, use_psum_layout)
+"""  # noqa: E501
+# 0.2.0 has a parameter more in four of them, the last one.
+LATER = {
+    "fp8_fp4_gemm_nt": ("alpha", None),
+    "bf16_gemm_nt": ("alpha", None),
+    "k_grouped_fp8_gemm_nt_contiguous": ("use_padded_sf_layout", False),
+    "k_grouped_fp8_gemm_tn_contiguous": ("use_padded_sf_layout", False),
+}
+
+
+def wheel(source, setters=("set_num_sms",)):
+    """A module with a wheel's functions; a loaded _C hands itself over by name."""
+    core = types.SimpleNamespace(**dict.fromkeys((*deep_gemm._FUNCTIONS, *setters), "loaded"))
+    scope = {"_C": core, "_parse_tensor_or_tuple": tuple}
+    exec(source, scope)
+    return types.SimpleNamespace(**scope)
+
+
+def later(source):
+    for name, (parameter, default) in LATER.items():
+        head, tail = source.split(f"def {name}(")
+        signature, body, *rest = tail.split("\n")
+        signature = signature.replace("):", f", {parameter}={default}):")
+        body = body[:-1] + f", {parameter})"
+        source = head + f"def {name}(" + "\n".join((signature, body, *rest))
+    return source
+
+
+@pytest.mark.parametrize("source", [WHEEL, later(WHEEL)], ids=["0.1.5", "0.2.0"])
+def test_arguments_after_the_tensors_come_from_the_installed_wheel(monkeypatch, source):
+    monkeypatch.setattr(deep_gemm, "_refused", {})
+    templates = deep_gemm._templates(wheel(source))
+    # Views are argument 0 of a call, so that its tensors are numbered from 1.
+    want = {
+        "m_grouped_bf16_gemm_nt_contiguous": (
+            [1, 2, 4, 3, 0, 0, 0, 0],
+            [None, None, None, None, "nk", False, True, None],
+        ),
+        "m_grouped_fp8_fp4_gemm_nt_masked": (
+            [1, 2, 3, 4, 6, 5, 7, 8, 9, 10, 0, 11],
+            [*[None] * 10, "nk", None],
+        ),
+        "fp8_fp4_gemm_nt": ([1, 2, 3, 4, 5, 0, 6, 7, 8, 0, 9], [*[None] * 9, "", None]),
+        "tf32_hc_prenorm_gemm": ([1, 2, 3, 4, 5], [None] * 5),
+        "k_grouped_fp8_gemm_nt_contiguous": (
+            [1, 2, 3, 4, 7, 8, 5, 6, 9, 0, 0],
+            [*[None] * 9, "mn", False],
+        ),
+    }
+    for name, (sources, defaults) in want.items():
+        if source != WHEEL and name in LATER:
+            sources, defaults = [*sources, 0], [*defaults, LATER[name][1]]
+        assert templates[name] == (sources, defaults)
+    assert set(templates) == set(deep_gemm._FUNCTIONS)
+    assert set(deep_gemm._refused) == {"alignment", "pdl", "block_size_multiple_of"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("_C.bf16_gemm_nt(a, b, d,", "_C.bf16_gemm_nt(a, d, b,"),
+        ("_C.bf16_gemm_nt(a, b, d,", "_C.bf16_gemm_nt(a, b,"),
+        ("_C.bf16_gemm_nt(a, b, d,", "_C.bf16_gemm(a, b, d,"),
+        ("def bf16_gemm_nt(a, b, d,", "def bf16_gemm_nt(x, b, d,"),
+        ("def bf16_gemm_nt(", "def another("),
+    ],
+)
+def test_a_function_that_differs_is_refused_alone(monkeypatch, old, new):
+    monkeypatch.setattr(deep_gemm, "_refused", {})
+    templates = deep_gemm._templates(wheel(WHEEL.replace(old, new)))
+    assert set(deep_gemm._FUNCTIONS) - set(templates) == {"bf16_gemm_nt"}
+    assert "bf16_gemm_nt" in deep_gemm._refused["bf16_gemm_nt"]
+    kernels, _ = deep_gemm._library(wheel(WHEEL)._C, templates)
+    assert kernels[list(deep_gemm._FUNCTIONS).index("bf16_gemm_nt")] == (None, [], [])
+
+
+def wheels():
+    """Folders of deep_gemm: the installed one, and those named in DGMOE_TEST_WHEELS."""
+    spec = importlib.util.find_spec("deep_gemm")
+    installed = [spec.origin] if spec and spec.origin else []
+    named = os.environ.get("DGMOE_TEST_WHEELS", "").split(os.pathsep)
+    named = [f"{path}/deep_gemm/__init__.py" for path in named if path]
+    return [pathlib.Path(path).parent for path in (*installed, *named)] or [None]
+
+
+@pytest.mark.parametrize("folder", wheels())
+def test_the_installed_wheel_is_as_described(monkeypatch, folder):
+    if folder is None:
+        pytest.skip("no wheel of sgl-deep-gemm here: the description stands in for it")
+    tree = ast.parse((folder / "__init__.py").read_text())
+    used = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in deep_gemm._FUNCTIONS
+    ]
+    library = (folder / "_C.so").read_bytes()
+    has_blocks = b"set_block_size_multiple_of\0" in library
+    description = later(WHEEL) if has_blocks else WHEEL
+    monkeypatch.setattr(deep_gemm, "_refused", {})
+    assert deep_gemm._templates(wheel("\n".join(used))) == deep_gemm._templates(wheel(description))
+    accessors = {name for get, set_, _ in deep_gemm._SETTINGS.values() for name in (get, set_)}
+    accessors -= {None} if has_blocks else {None, "set_block_size_multiple_of"}
+    for name in (*deep_gemm._FUNCTIONS, *accessors, "init"):
+        assert f"__tvm_ffi_{name}\0".encode() in library, name
+    # 0.2.0 keeps its state in variables that copies share, 0.1.5 does not.
+    assert deep_gemm._copies_share_state(folder / "_C.so") == has_blocks
