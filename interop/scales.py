@@ -52,8 +52,9 @@ def pack_ue8m0(scales, *, round_up=False):
 
     Raises:
       TypeError, ValueError: another dtype, or fewer than two dimensions.
-      ValueError: a scale that has a mantissa or a sign, without ``round_up``. DeepGEMM would drop
-        the mantissa. Where values are not known, while tracing, such a scale becomes NaN.
+      ValueError: a scale that has a mantissa or a sign, without ``round_up``. DeepGEMM drops the
+        mantissa or stops the kernel, by version and shape. Where values are not known, while
+        tracing, such a scale becomes NaN.
     """
     scales = _f32(scales)
     bits = lax.bitcast_convert_type(scales, jnp.int32)

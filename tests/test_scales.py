@@ -13,7 +13,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from dgmoe_jax.interop import emulator, scales
+from conftest import ON_GPU
+from dgmoe_jax.interop import deep_gemm, emulator, scales
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,7 +129,7 @@ def test_a_packed_scale_reads_as_the_next_power_of_two(granularity, mn, groups, 
     values = np.array(data.draw(bits)[: mn * groups], np.int32).view(np.float32)
     values = values.reshape(mn, groups)
     got = read_scales(round_up(values), mn, groups, granularity)
-    want = np.vectorize(up)(values)
+    want = np.array([up(x) for x in values.flat]).reshape(mn, groups)
     want[np.isnan(want).any(axis=1)] = np.nan  # NaN times zero spreads over its row
     np.testing.assert_array_equal(got, want)
 
@@ -267,10 +268,11 @@ def test_other_bad_arguments_are_named():
 # --- both wire formats through the emulator's entry points
 
 
-def operand(rng, lead, mn, depth, recipe, *, packs, fp4=False):
+def operand(rng, lead, mn, depth, recipe, *, packs, fp4=False, packed_already=True):
     """Values, their scales as DeepGEMM sees them, and the numbers [*lead, mn, depth] meant.
 
-    Small integers or any E2M1 value, with a power of two per group.
+    Small integers or any E2M1 value, with a power of two per group. Not `packed_already`: scales
+    as a quantiser makes them.
     """
     rows, columns = recipe
     sf = random_powers(rng, *lead, -(-mn // rows), -(-depth // columns))
@@ -282,6 +284,8 @@ def operand(rng, lead, mn, depth, recipe, *, packs, fp4=False):
     else:
         integers = rng.integers(-4, 5, (*lead, mn, depth))
         numbers, values = integers * spread, integers.astype(E4M3)
+    if not packed_already:
+        return values, sf, numbers
     arch, experts = "sm100" if packs else "sm90", lead[0] if lead else None
     stored = np.asarray(transform(sf, mn, depth, recipe, experts, arch=arch))
     if rows == 1 or packs:
@@ -341,6 +345,44 @@ def test_masked_formats(name, masked_m, capacity, columns, depth):
     got = masked(a, a_scales, b, b_scales, masked_m)
     for e, rows in enumerate(masked_m):
         np.testing.assert_array_equal(got[e, :rows], as_bf16(x[e, :rows] @ w[e].T))
+
+
+@pytest.mark.skipif(ON_GPU, reason="the emulator reads host memory")
+@every_format
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("depth", [128, 640])
+def test_through_the_shim(name, layout, depth):
+    recipe_a, recipe_b, packs, fp4 = FORMATS[name]
+    rng, experts, rows, columns, live = np.random.default_rng(depth), 2, 16, 24, 11
+    lead = (experts,) if layout == "masked" else ()
+    a, a_sf, x = operand(rng, lead, rows, depth, recipe_a, packs=packs, packed_already=False)
+    b, b_sf, w = operand(
+        rng, (experts,), columns, depth, recipe_b, packs=packs, fp4=fp4, packed_already=False
+    )
+    arch = "sm100" if packs else "sm90"
+    # Packed scales of 128 x 128 blocks were repeated for every row.
+    how = dict(recipe_a=recipe_a, recipe_b=(1, recipe_b[1]) if packs else recipe_b, emulate=True)
+
+    @jax.jit
+    def run(a, a_sf, b, b_sf, groups):
+        f = scales.transform_sf_into_required_layout
+        a_sf = f(a_sf, rows, depth, recipe_a, experts if lead else None, arch=arch)
+        b_sf = f(b_sf, columns, depth, recipe_b, experts, arch=arch)
+        if layout == "masked":
+            return deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
+                (a, a_sf), (b, b_sf), groups, live, **how
+            )
+        return deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(
+            (a, a_sf), (b, b_sf), groups, alignment=8, **how
+        )
+
+    if layout == "masked":
+        got = run(a, a_sf, b, b_sf, np.array([live, 0], np.int32))[0, :live]
+        want = x[0, :live] @ w[0].T
+    else:
+        got = run(a, a_sf, b, b_sf, np.repeat([1, 0], 8).astype(np.int32))
+        want = np.concatenate([x[:8] @ w[1].T, x[8:] @ w[0].T])
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float64), as_bf16(want))
 
 
 def test_every_group_has_its_own_scale():
@@ -406,7 +448,11 @@ def test_quantize_packs_without_rounding():
         (dict(a_scales=lambda s: np.ascontiguousarray(s)), ValueError, r"scales of a: .*\(2, 1\)"),
         (dict(b_scales=lambda s: np.ascontiguousarray(s)), ValueError, "scales of b: "),
         (dict(b_scales=lambda s: s[:, :, :1]), ValueError, r"of b: shape \(1, 8, 1\)"),
-        (dict(a_scales=lambda s: s.view(np.float32)), TypeError, "of a are float32 and of b int32"),
+        (
+            dict(a_scales=lambda s: s.view(np.float32)),
+            TypeError,
+            "with float32 scales, b uint8 with",
+        ),
         (dict(b=lambda b: b[..., :224]), ValueError, "K is 448; FP4 needs a multiple of 128"),
     ],
 )
@@ -477,3 +523,47 @@ def test_fp4_as_deep_gemm_writes_it(wheel):
     a_scales = seen_by_deep_gemm(packed(np.ones((256, 2), np.float32)), 256)
     got = contiguous(np.eye(256).astype(E4M3), a_scales, values.numpy()[None], view, [0] * 256)
     np.testing.assert_array_equal(got, want.T)
+
+
+# --- DeepGEMM's layout kernels
+
+
+@pytest.mark.skipif(not ON_GPU, reason="DeepGEMM's layout kernels need a GPU")
+@pytest.mark.parametrize("experts", [None, 3])
+@pytest.mark.parametrize(
+    ("mn", "groups"), [(1, 1), (6, 5), (7, 4), (128, 56), (130, 20), (4096, 16)]
+)
+def test_the_bytes_of_deep_gemms_kernels(experts, mn, groups):
+    import deep_gemm as library
+    import torch
+
+    lead = () if experts is None else (experts,)
+    powers = random_powers(np.random.default_rng(7), *lead, mn, groups)
+    any_f32 = np.random.default_rng(8).standard_normal(powers.shape).astype(np.float32)
+
+    def same(theirs, ours):
+        ours = seen_by_deep_gemm(ours, mn)
+        assert tuple(theirs.stride()) == tuple(s // 4 for s in ours.strides)
+        np.testing.assert_array_equal(theirs.cpu().numpy(), ours)
+
+    sf, anything = torch.from_numpy(powers).cuda(), torch.from_numpy(any_f32).cuda()
+    same(
+        library.utils.layout.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf),
+        scales.pack_ue8m0(powers),
+    )
+    same(
+        library.utils.layout.get_mn_major_tma_aligned_tensor(anything),
+        scales.mn_major_tma_aligned(any_f32),
+    )
+    if torch.cuda.get_device_capability()[0] == 9:
+        shape = mn, 128 * groups, (1, 128), experts
+        same(
+            library.transform_sf_into_required_layout(anything, *shape),
+            scales.transform_sf_into_required_layout(any_f32, *shape, arch="sm90"),
+        )
+        # Blocks of 128 x 128 stay as they are.
+        shape = 128 * mn, 128 * groups, (128, 128), experts
+        theirs = library.transform_sf_into_required_layout(anything, *shape)
+        ours = scales.transform_sf_into_required_layout(any_f32, *shape, arch="sm90")
+        assert theirs.is_contiguous()
+        np.testing.assert_array_equal(theirs.cpu().numpy(), ours)
