@@ -100,13 +100,14 @@ def _operands(integers):
         a, b, d, groups = tensors
         return a, None, b, None, d, groups, number, (None, None)
     a, a_scales, b, b_scales, d, groups = tensors
-    if a_scales.dtype != b_scales.dtype or (_is_fp4(b) and b_scales.dtype != np.int32):
+    fp4 = [values for values in (a, b) if _is_fp4(values)]
+    if a_scales.dtype != b_scales.dtype or (fp4 and b_scales.dtype != np.int32):
         raise TypeError(
-            f"scales of a are {a_scales.dtype} and of b {b_scales.dtype} for {b.dtype} values; "
-            "both must be f32 (SM90, FP8 only) or both int32 (SM100)"
+            f"a is {a.dtype} with {a_scales.dtype} scales, b {b.dtype} with {b_scales.dtype}; both "
+            "scales must be f32 (SM90, FP8 only) or int32 (SM100)"
         )
-    if _is_fp4(b) and _depth(b) % 128:
-        raise ValueError(f"K is {_depth(b)}; FP4 needs a multiple of 128")
+    if fp4 and _depth(fp4[0]) % 128:
+        raise ValueError(f"K is {_depth(fp4[0])}; FP4 needs a multiple of 128")
     granularities = granularities or [_granularity(a_scales, a), _granularity(b_scales, b)]
     _require_tma_scales(a_scales, a, "a", granularities[0])
     if b_scales.dtype == np.int32:
