@@ -1,4 +1,5 @@
 """What connects this package to other libraries; each module imports its library when it is used.
 
-``deep_gemm``: DeepGEMM's grouped GEMMs inside ``jax.jit``. ``emulator``: the same calls on a CPU.
+``deep_gemm``: DeepGEMM's GEMMs inside ``jax.jit``, through ``bridge``. ``emulator``: the same calls
+on a CPU.
 """
