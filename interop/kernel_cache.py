@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
-from . import deep_gemm as bridge
+from . import bridge
 
 _SLAB = 128  # rows; the masked kernels are chosen by expected_m alone
 _WORKER_BYTES = 2**30  # CUDA context and torch's own

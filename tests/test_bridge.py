@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dgmoe_jax.interop import deep_gemm, emulator
+from dgmoe_jax.interop import bridge, deep_gemm, emulator
 from jax.sharding import AxisType, PartitionSpec
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
@@ -388,15 +388,15 @@ def test_availability_gives_a_reason_here():
 def test_missing_software_comes_with_the_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_tvm_ffi", None)
     monkeypatch.setattr(
-        deep_gemm.importlib.util,
+        bridge.importlib.util,
         "find_spec",
         lambda name: None if name in ("torch", "deep_gemm") else object(),
     )
-    reason = deep_gemm._missing_software(deep_gemm._PACKAGES)
+    reason = bridge._missing_software(bridge._PACKAGES)
     assert reason.endswith("needs torch, deep_gemm: pip install torch sgl-deep-gemm")
-    monkeypatch.setattr(deep_gemm.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(bridge.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no 'no-such-compiler'" in deep_gemm._missing_software(deep_gemm._PACKAGES)
+    assert "no 'no-such-compiler'" in bridge._missing_software(bridge._PACKAGES)
 
 
 def run_python(code, **environment):
@@ -964,9 +964,9 @@ def test_bad_settings_are_named(changes, error, text):
     ],
 )
 def test_another_gpu_is_told_what_it_has(monkeypatch, capability, name, changes, text):
-    monkeypatch.setattr(deep_gemm.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(deep_gemm, "_capability", lambda: capability)
-    monkeypatch.setattr(deep_gemm, "_missing_software", lambda packages: None)
+    monkeypatch.setattr(bridge.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(bridge, "_capability", lambda: capability)
+    monkeypatch.setattr(bridge, "_missing_software", lambda packages: None)
     with pytest.raises(NotImplementedError, match=text):
         traced(name, **changes)
 
@@ -985,22 +985,20 @@ class StandIn:
 
         self.events, self.fails = [], False
         self.state = dict(alignment=128, num_sms=132, pdl=False, block_size_multiple_of=(1, 1))
-        library = shutil.copy(deep_gemm._build_shim("cpu"), tmp_path / "shim.so")
+        library = shutil.copy(bridge._build_shim("cpu"), tmp_path / "shim.so")
         self.shim = tvm_ffi.load_module(str(library))
         settings = []
-        for name, (get, _, initial) in deep_gemm._SETTINGS.items():
+        for name, (get, _, initial) in bridge._SETTINGS.items():
             get = get and tvm_ffi.convert(lambda name=name: self.state[name])
             set_ = None if name in without else tvm_ffi.convert(self.setter(name))
             settings.append((get, set_, initial))
         function = tvm_ffi.convert(self.launch)
-        kernels = [
-            (function, *deep_gemm._numbered(f, f.tensors)) for f in deep_gemm._FUNCTIONS.values()
-        ]
+        kernels = [(function, *bridge._numbered(f, f.tensors)) for f in bridge._FUNCTIONS.values()]
         self.library = kernels, settings
         self.shim.install(*self.library)
         prefix = f"stand_in_{next(self.count)}_"
-        deep_gemm._register(self.shim, "cpu", prefix)
-        monkeypatch.setattr(deep_gemm, "_EMULATED_TARGET", prefix)
+        bridge._register(self.shim, "cpu", prefix)
+        monkeypatch.setattr(bridge, "_EMULATED_TARGET", prefix)
 
     def setter(self, name):
         def set_(*value):
@@ -1115,7 +1113,7 @@ def test_what_copies_share_is_read_from_their_symbols(tmp_path, code):
     subprocess.run(
         [*compiler, "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
     )
-    assert deep_gemm._copies_share_state(library) == SHARED[code]
+    assert bridge._copies_share_state(library) == SHARED[code]
     # and so it is: the loader gives both copies the same variable, or not
     copy = shutil.copy(library, tmp_path / "b.so")
     addresses = set()
@@ -1129,7 +1127,7 @@ def test_what_copies_share_is_read_from_their_symbols(tmp_path, code):
 def test_a_library_that_cannot_be_read_counts_as_shared(tmp_path):
     path = tmp_path / "c.so"
     path.write_bytes(b"not an ELF file")
-    assert deep_gemm._copies_share_state(path)
+    assert bridge._copies_share_state(path)
 
 
 def test_copies_are_made_where_they_are_independent(tmp_path, monkeypatch):
@@ -1150,8 +1148,8 @@ def test_copies_are_made_where_they_are_independent(tmp_path, monkeypatch):
         cuda_helpers=types.SimpleNamespace(find_cuda_home=lambda: "/cuda"),
     )
     for shares, devices, count in ((True, 2, 1), (False, 1, 1), (False, 3, 3)):
-        monkeypatch.setattr(deep_gemm, "_copies_share_state", lambda path, shares=shares: shares)
-        cores = deep_gemm._cores(wheel, devices)
+        monkeypatch.setattr(bridge, "_copies_share_state", lambda path, shares=shares: shares)
+        cores = bridge._cores(wheel, devices)
         assert len(cores) == count and cores[0] == "the loaded one"
     assert loaded == [b"code", (str(tmp_path), "/cuda")] * 2
     assert list((tmp_path / "cache").iterdir()) == []
@@ -1193,7 +1191,7 @@ LATER = {
 
 def wheel(source, setters=("set_num_sms",)):
     """A module with a wheel's functions; a loaded _C hands itself over by name."""
-    core = types.SimpleNamespace(**dict.fromkeys((*deep_gemm._FUNCTIONS, *setters), "loaded"))
+    core = types.SimpleNamespace(**dict.fromkeys((*bridge._FUNCTIONS, *setters), "loaded"))
     scope = {"_C": core, "_parse_tensor_or_tuple": tuple}
     exec(source, scope)
     return types.SimpleNamespace(**scope)
@@ -1211,8 +1209,8 @@ def later(source):
 
 @pytest.mark.parametrize("source", [WHEEL, later(WHEEL)], ids=["0.1.5", "0.2.0"])
 def test_arguments_after_the_tensors_come_from_the_installed_wheel(monkeypatch, source):
-    monkeypatch.setattr(deep_gemm, "_refused", {})
-    templates = deep_gemm._templates(wheel(source))
+    monkeypatch.setattr(bridge, "_refused", {})
+    templates = bridge._templates(wheel(source))
     # Views are argument 0 of a call, so that its tensors are numbered from 1.
     want = {
         "m_grouped_bf16_gemm_nt_contiguous": (
@@ -1234,8 +1232,8 @@ def test_arguments_after_the_tensors_come_from_the_installed_wheel(monkeypatch, 
         if source != WHEEL and name in LATER:
             sources, defaults = [*sources, 0], [*defaults, LATER[name][1]]
         assert templates[name] == (sources, defaults)
-    assert set(templates) == set(deep_gemm._FUNCTIONS)
-    assert set(deep_gemm._refused) == {"alignment", "pdl", "block_size_multiple_of"}
+    assert set(templates) == set(bridge._FUNCTIONS)
+    assert set(bridge._refused) == {"alignment", "pdl", "block_size_multiple_of"}
 
 
 @pytest.mark.parametrize(
@@ -1249,12 +1247,12 @@ def test_arguments_after_the_tensors_come_from_the_installed_wheel(monkeypatch, 
     ],
 )
 def test_a_function_that_differs_is_refused_alone(monkeypatch, old, new):
-    monkeypatch.setattr(deep_gemm, "_refused", {})
-    templates = deep_gemm._templates(wheel(WHEEL.replace(old, new)))
-    assert set(deep_gemm._FUNCTIONS) - set(templates) == {"bf16_gemm_nt"}
-    assert "bf16_gemm_nt" in deep_gemm._refused["bf16_gemm_nt"]
-    kernels, _ = deep_gemm._library(wheel(WHEEL)._C, templates)
-    assert kernels[list(deep_gemm._FUNCTIONS).index("bf16_gemm_nt")] == (None, [], [])
+    monkeypatch.setattr(bridge, "_refused", {})
+    templates = bridge._templates(wheel(WHEEL.replace(old, new)))
+    assert set(bridge._FUNCTIONS) - set(templates) == {"bf16_gemm_nt"}
+    assert "bf16_gemm_nt" in bridge._refused["bf16_gemm_nt"]
+    kernels, _ = bridge._library(wheel(WHEEL)._C, templates)
+    assert kernels[list(bridge._FUNCTIONS).index("bf16_gemm_nt")] == (None, [], [])
 
 
 def wheels():
@@ -1274,16 +1272,16 @@ def test_the_installed_wheel_is_as_described(monkeypatch, folder):
     used = [
         ast.unparse(node)
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name in deep_gemm._FUNCTIONS
+        if isinstance(node, ast.FunctionDef) and node.name in bridge._FUNCTIONS
     ]
     library = (folder / "_C.so").read_bytes()
     has_blocks = b"set_block_size_multiple_of\0" in library
     description = later(WHEEL) if has_blocks else WHEEL
-    monkeypatch.setattr(deep_gemm, "_refused", {})
-    assert deep_gemm._templates(wheel("\n".join(used))) == deep_gemm._templates(wheel(description))
-    accessors = {name for get, set_, _ in deep_gemm._SETTINGS.values() for name in (get, set_)}
+    monkeypatch.setattr(bridge, "_refused", {})
+    assert bridge._templates(wheel("\n".join(used))) == bridge._templates(wheel(description))
+    accessors = {name for get, set_, _ in bridge._SETTINGS.values() for name in (get, set_)}
     accessors -= {None} if has_blocks else {None, "set_block_size_multiple_of"}
-    for name in (*deep_gemm._FUNCTIONS, *accessors, "init"):
+    for name in (*bridge._FUNCTIONS, *accessors, "init"):
         assert f"__tvm_ffi_{name}\0".encode() in library, name
     # 0.2.0 keeps its state in variables that copies share, 0.1.5 does not.
-    assert deep_gemm._copies_share_state(folder / "_C.so") == has_blocks
+    assert bridge._copies_share_state(folder / "_C.so") == has_blocks
