@@ -73,6 +73,9 @@ def params(params, cfg) -> None:
     shape("params.gate_weight", params.gate_weight, (cfg.num_experts, cfg.hidden_size))
     if params.gate_bias is not None:
         shape("params.gate_bias", params.gate_bias, (cfg.num_experts,))
+    if params.shared_gate_weight is not None:
+        shape("params.shared_gate_weight", params.shared_gate_weight, (1, cfg.hidden_size))
+    cfg = cfg.as_grouped()
     blocks = [("experts", params.experts, cfg.num_experts, cfg.intermediate_size)]
     if (params.shared is None) != (cfg.num_shared_experts == 0):
         given = "missing" if params.shared is None else "given"

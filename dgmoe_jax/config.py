@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dgmoe_jax.recipes import RECIPES
 
@@ -220,7 +220,8 @@ class MoEConfig:
     router:             how tokens choose experts.
     activation:         `SiLU`, `OAISwiGLU` or `SiTU`; shared experts use it too.
     recipe:             "bf16", "fp8_block", "mxfp8" or "mxfp4".
-    num_shared_experts: shared experts of `intermediate_size` each; they form one dense block.
+    num_shared_experts: shared experts of `intermediate_size` each; they form one dense block, or
+                        are experts of the grouped GEMMs where the router fuses them all.
     layout:             "auto", "contiguous" or "masked".
     backend:            "auto", "xla", "pallas", "deep_gemm", or "emulator" (the GPU kernels in
                         interpret mode and DeepGEMM emulated, on a CPU, for tests).
@@ -253,3 +254,24 @@ class MoEConfig:
                 raise TypeError(f"MoEConfig.{name}={value!r}: must be a string")
             _need(value in allowed, "MoEConfig", name, value, f"in {tuple(allowed)}")
         self.router.check_experts(self.num_experts, "MoEConfig", "num_experts")
+        fused = self.router.fused_shared_experts
+        _need(
+            fused in (0, self.num_shared_experts),
+            "RouterConfig",
+            "fused_shared_experts",
+            fused,
+            f"0 or num_shared_experts={self.num_shared_experts}",
+        )
+
+    def as_grouped(self) -> MoEConfig:
+        """The layer as its grouped GEMMs see it, fused shared experts among the others."""
+        fused = self.router.fused_shared_experts
+        if not fused:
+            return self
+        router = RouterConfig(
+            self.router.num_slots,
+            selection=self.router.selection,
+            scaling_factor=self.router.scaling_factor,
+        )
+        experts = self.num_experts + fused
+        return replace(self, num_experts=experts, num_shared_experts=0, router=router)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -33,7 +34,8 @@ def moe_layer(
       params: from `prepare_params(raw, cfg)`.
       cfg: the layer; static under jit (`static_argnames="cfg"`).
       routing: overrides the router; any k, ids in [0, E) or -1 (contributes zero), weights
-        without the scaling factor. The same expert twice in a row counts twice.
+        without the scaling factor. The same expert twice in a row counts twice. Fused shared
+        experts are E, E + 1, ... and take part where it names them.
       token_ids: [T] int32, for hash selection; otherwise not read. A token outside the table goes
         to no routed expert.
       valid: [T] bool; tokens marked False go to no expert and their rows of y are zero.
@@ -43,7 +45,8 @@ def moe_layer(
 
     Returns:
       y [T, H] bf16: scaling_factor * sum over slots of weight * expert(x), accumulated in f32 in
-      slot order, plus the shared experts, rounded once.
+      slot order, plus the shared experts, rounded once. A shared expert's gate (Qwen2-MoE) weighs
+      its output by sigmoid(x . shared_gate_weight), in f32.
 
     Raises:
       ValueError, TypeError: arrays that do not fit `cfg`.
@@ -59,14 +62,15 @@ def moe_layer(
         checks.routing(routing.topk_ids, routing.topk_weights, num_tokens)
     elif cfg.router.selection == "hash":
         checks.hash_lookup(token_ids, params.hash_table, num_tokens, cfg.router.top_k)
-    top_k = cfg.router.top_k if routing is None else routing.topk_ids.shape[1]
+    top_k = cfg.router.num_slots if routing is None else routing.topk_ids.shape[1]
+    num_experts = cfg.as_grouped().num_experts
     checks.params(params, cfg)
     # A routing of the caller's or a hash table may name an expert twice in a row.
     distinct = routing is None and cfg.router.selection == "scores"
     if plan is None:
         plan = make_plan(cfg, num_tokens, top_k=top_k, distinct_ids=distinct)
     checks.instance("plan", plan, Plan, "from dgmoe_jax.plan(cfg, T)")
-    checks.plan(plan, cfg.num_experts, num_tokens, top_k)
+    checks.plan(plan, num_experts, num_tokens, top_k)
     if num_tokens == 0:
         return jnp.zeros_like(x)
     fmt = RECIPES[cfg.recipe].activations
@@ -75,6 +79,9 @@ def moe_layer(
     x = backends.only_where_it_runs(x, backend)
 
     promised = not distinct and plan.layout == "masked" and plan.capacity < num_tokens * top_k
+    shared_gate = None
+    if params.shared_gate_weight is not None:
+        shared_gate = jax.nn.sigmoid(routing_step.router_logits(x, params.shared_gate_weight))
     if routing is None:
         logits = routing_step.router_logits(x, params.gate_weight)
         routing = routing_step.select(
@@ -86,23 +93,29 @@ def moe_layer(
             hash_table=params.hash_table,
             valid=valid,
         )
+        if cfg.router.fused_shared_experts and shared_gate is not None:
+            fused = jnp.arange(top_k) >= cfg.router.top_k
+            weights = routing.topk_weights * jnp.where(fused, shared_gate, 1.0)
+            routing = Routing(routing.topk_ids, weights)
     else:
         routing = routing_step.drop_padding(routing, valid)
 
     x = jnp.pad(x, ((0, 0), (0, padded(cfg.hidden_size) - cfg.hidden_size)))
-    rows, src2dst = permute.permute(x, routing.topk_ids, fmt, cfg.num_experts, plan)
+    rows, src2dst = permute.permute(x, routing.topk_ids, fmt, num_experts, plan)
     routed = experts.experts(rows, params.experts, cfg.activation, fmt, plan)
     shared = None
     if params.shared is not None:
         alone = dense(plan, num_tokens, cfg.recipe)
         every_row = permute.in_place(x, fmt, alone)
         shared = experts.experts(every_row, params.shared, cfg.activation, fmt, alone)[:num_tokens]
+        if shared_gate is not None:
+            shared = (shared.astype(jnp.float32) * shared_gate).astype(shared.dtype)
     y = unpermute.unpermute(
         routed, src2dst, routing.topk_weights, shared, cfg.router.scaling_factor, backend
     )
     y = y[:, : cfg.hidden_size]
     if promised:
-        known = (routing.topk_ids >= 0) & (routing.topk_ids < cfg.num_experts)
+        known = (routing.topk_ids >= 0) & (routing.topk_ids < num_experts)
         lost = jnp.any(known & (src2dst < 0), axis=1, keepdims=True)
         y = jnp.where(lost, jnp.nan, y)
     return y if valid is None else jnp.where(valid[:, None], y, 0)

@@ -102,6 +102,7 @@ def plan(
       MemoryError: the workspace exceeds `free_bytes`.
       NotImplementedError: a layout, recipe or backend that is legal but not available here.
     """
+    cfg = cfg.as_grouped()
     num_tokens = _count("num_tokens", num_tokens, 0)
     top_k = _count("top_k", cfg.router.top_k if top_k is None else top_k, 1)
     if ep_size != 1:

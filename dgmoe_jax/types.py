@@ -51,8 +51,9 @@ class MoEParams:
     """Everything `moe_layer` reads, in the layout the GEMMs read; made by `prepare_params`.
 
     gate_weight [E, H] bf16 or f32; gate_bias [E] f32 (selection only) or None;
-    shared: the shared experts as one dense block (E = 1) or None; hash_table [vocab, k] int32 or
-    None.
+    experts: E, and after them the shared ones that the router fuses; shared: the others as one
+    dense block (E = 1) or None; hash_table [vocab, k] int32 or None; shared_gate_weight [1, H]:
+    the shared experts' own gate (Qwen2-MoE) or None.
     """
 
     gate_weight: Array
@@ -60,6 +61,7 @@ class MoEParams:
     experts: ExpertWeights
     shared: ExpertWeights | None
     hash_table: Array | None
+    shared_gate_weight: Array | None = None
 
 
 @_pytree

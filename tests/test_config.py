@@ -271,12 +271,14 @@ def raw_of(recipe="bf16", hidden=128, inner=64, **change):
     return {**random_layer(recipe=recipe, hidden=hidden, inner=inner, shared=2).raw, **change}
 
 
-def prepare(recipe="bf16", hidden=128, inner=64, shared=2, arch=None, cfg=None, **change):
+def prepare(
+    recipe="bf16", hidden=128, inner=64, shared=2, arch=None, cfg=None, router=TOP_2, **change
+):
     cfg = dg.MoEConfig(
         num_experts=4,
         hidden_size=hidden,
         intermediate_size=inner,
-        router=TOP_2,
+        router=router,
         recipe=recipe,
         num_shared_experts=shared,
     )
@@ -394,6 +396,92 @@ def test_f16_and_f32_weights_and_biases_of_any_float_are_taken(dtype):
 )
 def test_raw_arrays_that_do_not_fit_are_refused_by_name(kind, words, kw):
     refuses(kind, words, prepare, **kw)
+
+
+@pytest.mark.parametrize(
+    "kind, words, table",
+    [
+        (ValueError, ["missing", "'hash_table'"], None),
+        (ValueError, ["hash_table", "(9, 3)", "(*, 2)"], np.zeros((9, 3), "i4")),
+        (TypeError, ["hash_table", "float32", "int64"], np.zeros((9, 2), "f4")),
+        (ValueError, ["hash_table", "0..4", "[0, 4)"], np.full((9, 2), [0, 4])),
+        (ValueError, ["hash_table", "-1..0", "[0, 4)"], np.full((9, 2), [0, -1])),
+    ],
+)
+def test_hash_tables_that_do_not_fit_are_refused(kind, words, table):
+    refuses(kind, words, prepare, router=dg.RouterConfig(2, selection="hash"), hash_table=table)
+
+
+def test_a_hash_table_of_64_bit_ids_is_taken():
+    table = np.arange(18).reshape(9, 2) % 4
+    params = prepare(router=dg.RouterConfig(2, selection="hash"), hash_table=table)
+    assert params.hash_table.dtype == jnp.int32
+    np.testing.assert_array_equal(params.hash_table, table)
+
+
+def test_fused_shared_experts_are_all_of_them_and_have_a_weight():
+    router = dg.RouterConfig(2, fused_shared_experts=1)
+    refuses(
+        ValueError,
+        ["fused_shared_experts=1", "0 or num_shared_experts=2"],
+        config,
+        router=router,
+        num_shared_experts=2,
+    )
+    refuses(
+        ValueError,
+        ["scaling_factor=0.0", "1 / scaling_factor"],
+        dg.RouterConfig,
+        2,
+        scaling_factor=0,
+        fused_shared_experts=1,
+    )
+    assert dg.RouterConfig(2, fused_shared_experts=1, scaling_factor=0, shared_weight=1).num_slots
+
+
+@every_recipe
+def test_fused_shared_experts_are_the_last_of_the_experts(recipe):
+    """Cut from the block of all gates, then all ups; quantised before or here, alike."""
+    router = dg.RouterConfig(2, fused_shared_experts=2)
+    fused, apart = prepare(recipe, inner=128, router=router), prepare(recipe, inner=128)
+    assert fused.shared is None
+    for name in ("w13", "w2"):
+        got, routed, block = (
+            np.asarray(getattr(p, name).values)
+            for p in (fused.experts, apart.experts, apart.shared)
+        )
+        same_bits(got[:4], routed)
+        for s in range(2):
+            mine = np.s_[128 * s : 128 * (s + 1)]
+            want = (
+                np.concatenate([half[mine] for half in np.split(block[0], 2)])
+                if name == "w13"
+                else block[0][:, mine]
+            )
+            same_bits(got[4 + s], want)
+    if recipe == "fp8_block":
+        raw = raw_of(recipe, inner=128)
+        block = {n: dg.quantize(jnp.asarray(raw[n]), "fp8_128x128") for n in raw if "shared" in n}
+        scales = {f"{n}_scale": scaled.scales for n, scaled in block.items()}
+        values = {n: scaled.values for n, scaled in block.items()}
+        given = prepare(recipe, inner=128, router=router, **values, **scales)
+        for got, want in zip(jax.tree.leaves(given), jax.tree.leaves(fused), strict=True):
+            same_bits(got, want)
+        words = ["shared_w13_scale", "192", "fused_shared_experts=0"]
+        small = {n: jnp.asarray(raw_of(recipe, inner=192)[n]) for n in values}
+        small |= {n: dg.quantize(w, "fp8_128x128") for n, w in small.items()}
+        scales = {f"{n}_scale": scaled.scales for n, scaled in small.items()}
+        values = {n: scaled.values for n, scaled in small.items()}
+        refuses(
+            NotImplementedError,
+            words,
+            prepare,
+            recipe,
+            inner=192,
+            router=router,
+            **values,
+            **scales,
+        )
 
 
 def test_shared_weights_without_shared_experts_are_refused():

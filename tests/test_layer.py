@@ -16,6 +16,7 @@ from conftest import (
     exact_layer,
     exact_tokens,
     f64,
+    make_layer,
     moe_layer,
     random_ids,
     random_layer,
@@ -286,6 +287,67 @@ def test_all_tokens_on_one_expert_and_an_expert_with_none(backend, layout, recip
     without_3 = np.where((ids := random_ids(0, 17, 2, 4)) == 3, 1, ids)
     for ids in (crowded, without_3):
         assert error(layer(x, ids), rounded_oracle(layer, x, ids, ones)) < ROUNDED[recipe]
+
+
+# --- routers that look ids up, and shared experts among the others
+
+
+def hash_layer(backend="xla", layout="auto", **cfg):
+    raw = random_layer().raw | {"hash_table": np.array([[0, 3], [1, 1], [2, 0], [3, 1]])}
+    by_token = router(top_k=2, scoring="sqrtsoftplus", selection="hash", scaling_factor=1.5)
+    return make_layer(raw, inner=128, router=by_token, backend=backend, layout=layout, **cfg)
+
+
+LAYOUTS = [("xla", "masked"), *((backend, "contiguous") for backend in BACKENDS)]
+every_backend_and_xla_masked = pytest.mark.parametrize("backend, layout", LAYOUTS)
+
+
+@every_backend_and_xla_masked
+def test_hash_selection_sends_tokens_where_the_table_says(backend, layout):
+    """An expert named twice counts twice; a token outside the table goes nowhere."""
+    layer = hash_layer(backend, layout)
+    x, token_ids = tokens(17, 128), np.arange(17) % 4
+    token_ids[5], token_ids[9] = -1, 4
+    ids = layer.raw["hash_table"][token_ids % 4].astype(np.int32)
+    ids[[5, 9]] = -1
+    scores = np.sqrt(np.logaddexp(0, f64(x) @ f64(layer.raw["gate_weight"]).T))
+    weights = np.take_along_axis(scores, np.maximum(ids, 0), axis=1)
+    weights /= weights.sum(axis=1, keepdims=True)
+    got = layer(x, token_ids=jnp.asarray(token_ids, jnp.int32))
+    assert error(got, layer.oracle(x, ids, weights)) < 0.006
+    np.testing.assert_array_equal(f64(got[[5, 9]]), 0.0)
+
+
+def test_hash_selection_needs_token_ids_unless_the_caller_routes():
+    layer, x = hash_layer(), tokens(3, 128)
+    with pytest.raises(ValueError, match="token_ids: missing"):
+        layer(x)
+    with pytest.raises(ValueError, match=r"token_ids: shape \(2,\), must be \(3,\)"):
+        layer(x, token_ids=jnp.zeros(2, jnp.int32))
+    other = dataclasses.replace(layer, params=random_layer().params)
+    with pytest.raises(ValueError, match="hash_table: missing"):
+        other(x, token_ids=jnp.zeros(3, jnp.int32))
+    assert layer(x, random_ids(0, 3, 2, 4)).shape == (3, 128)
+
+
+@every_backend_and_xla_masked
+def test_shared_experts_fused_or_apart_give_the_same_sum(backend, layout):
+    """Scaled by 2.5 in slots of weight 1 / 2.5, or added as they are."""
+    both = [
+        random_layer(
+            shared=2, router=router(top_k=2, scaling_factor=2.5, fused_shared_experts=fused)
+        )
+        for fused in (0, 2)
+    ]
+    x, valid = tokens(17, 128), np.arange(17) != 3
+    apart, fused = (
+        dataclasses.replace(
+            layer, cfg=dataclasses.replace(layer.cfg, backend=backend, layout=layout)
+        )(x, valid=jnp.asarray(valid))
+        for layer in both
+    )
+    assert error(fused, apart) < ROUNDED["bf16"]
+    np.testing.assert_array_equal(f64(fused[3]), 0.0)
 
 
 # --- calls that are refused

@@ -80,6 +80,42 @@ def test_pallas_lowers_with_shared_experts_at_odd_sizes(count):
     assert set(custom_calls(text)) == {"mosaic_gpu"}
 
 
+# Whatever the router does: padding, shared slots, maps of copies, ids by token.
+ROUTES = {
+    "plain": (dg.RouterConfig.qwen3_moe(), 128, {}),
+    "grouped": (dg.RouterConfig.deepseek_v3(), 256, dict(bias=(jnp.float32, 256))),
+    "after": (dg.RouterConfig.gpt_oss(top_k=16), 1024, {}),
+    "hash": (
+        dg.RouterConfig.deepseek_v4(selection="hash"),
+        256,
+        dict(token_ids=(jnp.int32, "T"), hash_table=(jnp.int32, 999, 6), valid=(bool, "T")),
+    ),
+    "all": (
+        dg.RouterConfig.deepseek_v3(top_k=16, fused_shared_experts=1),
+        1000,
+        dict(bias=(jnp.float32, 1000), valid=(bool, "T"), expert_map=(jnp.int32, 3, 1001)),
+    ),
+}
+
+
+@pytest.mark.parametrize("count", [1, 4001])
+@pytest.mark.parametrize("name", ROUTES)
+def test_a_router_is_one_kernel_from_logits_to_ids_and_weights(name, count):
+    router, experts, arrays = ROUTES[name]
+    arrays = {
+        name: jax.ShapeDtypeStruct([count if n == "T" else n for n in shape], dtype)
+        for name, (dtype, *shape) in arrays.items()
+    }
+    logits = jax.ShapeDtypeStruct((count, experts), jnp.float32)
+    run = jax.jit(dg.route, static_argnames=("router", "backend"))
+    traced = run.trace(logits, router, backend="pallas", **arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert custom_calls(text) == ["mosaic_gpu"]
+    # Nothing else computes.
+    assert re.findall(r"= \"?(stablehlo\.\w+)", text) == ["stablehlo.custom_call"]
+    assert is_one_program_without_the_host(text)
+
+
 @every_recipe
 def test_no_buffer_of_the_contiguous_layout_grows_with_experts_times_tokens(recipe):
     layer = layer_of("deep_gemm", recipe, layout="contiguous")

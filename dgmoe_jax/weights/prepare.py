@@ -18,7 +18,7 @@ from dgmoe_jax.types import ExpertWeights, MoEParams, Scaled
 
 _REQUIRED = ("gate_weight", "w13", "w2")
 _OPTIONAL = ("gate_bias", "w13_scale", "w2_scale", "hash_table")
-_SHARED = ("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale")
+_SHARED = ("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale", "shared_gate_weight")
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
@@ -28,10 +28,12 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
     Args:
       raw: `gate_weight` [E, H]; optional `gate_bias` [E]; `w13` [E, 2I, H], gate rows then up
         rows; `w2` [E, H, I]; with `num_shared_experts` S > 0 also `shared_w13` [2SI, H], all gate
-        rows then all up rows, and `shared_w2` [H, SI]. Weights in bf16, f16 or f32 are quantised
-        to `cfg.recipe` here. Weights that are already float8_e4m3fn ("fp8_block") come with
-        `*_scale` f32 per 128 x 128 block, `w13_scale` [E, 2 * ceil(I / 128), ceil(H / 128)] (gate
-        blocks, then up blocks) and `w2_scale` [E, ceil(H / 128), ceil(I / 128)], and keep them.
+        rows then all up rows, `shared_w2` [H, SI], and optional `shared_gate_weight` [1, H], whose
+        sigmoid weighs the shared experts' sum (Qwen2-MoE). Weights in bf16, f16 or f32 are
+        quantised to `cfg.recipe` here. Weights that are already float8_e4m3fn ("fp8_block") come
+        with `*_scale` f32 per 128 x 128 block, `w13_scale` [E, 2 * ceil(I / 128), ceil(H / 128)]
+        (gate blocks, then up blocks) and `w2_scale` [E, ceil(H / 128), ceil(I / 128)], and keep
+        them. Fused shared experts become experts E, E + 1, ... of the same block of weights.
         Hash selection also needs `hash_table` [vocab, k] int32 or int64 of experts' ids.
       arch: the architecture to lay out for ("cpu", "sm90"); None means any that runs the recipe.
 
@@ -59,10 +61,39 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
         checks.dtype("gate_bias", gate_bias, _FLOATS)
         gate_bias = gate_bias.astype(jnp.float32)
     experts = _weights(raw, "", (num_experts,), hidden, inner, fmt)
-    shared = None
-    if cfg.num_shared_experts:
-        shared = _weights(raw, "shared_", (), hidden, cfg.num_shared_experts * inner, fmt)
-    return MoEParams(gate_weight, gate_bias, experts, shared, _hash_table(raw, cfg))
+    shared, count = None, cfg.num_shared_experts
+    if cfg.router.fused_shared_experts:
+        fused = _weights(_one_by_one(raw, cfg), "shared_", (count,), hidden, inner, fmt)
+        experts = jax.tree.map(lambda *pair: jnp.concatenate(pair), experts, fused)
+    elif count:
+        shared = _weights(raw, "shared_", (), hidden, count * inner, fmt)
+    shared_gate = raw.get("shared_gate_weight")
+    if shared_gate is not None:
+        shared_gate = jnp.asarray(shared_gate)
+        checks.shape("shared_gate_weight", shared_gate, (1, hidden))
+        checks.dtype("shared_gate_weight", shared_gate, _FLOATS)
+    table = _hash_table(raw, cfg)
+    return MoEParams(gate_weight, gate_bias, experts, shared, table, shared_gate)
+
+
+def _one_by_one(raw: Mapping[str, Any], cfg: MoEConfig) -> dict[str, Array]:
+    """The shared experts' block, cut: shared_w13 [S, 2I, H], shared_w2 [S, H, I], and scales."""
+    count, hidden, inner = cfg.num_shared_experts, cfg.hidden_size, cfg.intermediate_size
+    checks.shape("shared_w13", raw["shared_w13"], (2 * count * inner, hidden))
+    checks.shape("shared_w2", raw["shared_w2"], (hidden, count * inner))
+    given = {name: jnp.asarray(raw[name]) for name in _SHARED[:4] if raw.get(name) is not None}
+    if len(given) > 2 and count > 1 and inner % 128:
+        raise NotImplementedError(
+            f"shared_w13_scale: blocks of 128 rows span two fused shared experts of {inner};"
+            " fused_shared_experts=0 runs"
+        )
+    for name, x in given.items():
+        if name.startswith("shared_w13"):
+            x = x.reshape(2, count, -1, x.shape[-1]).swapaxes(0, 1)
+            given[name] = x.reshape(count, -1, x.shape[-1])
+        else:
+            given[name] = x.reshape(x.shape[0], count, -1).swapaxes(0, 1)
+    return given
 
 
 def _hash_table(raw: Mapping[str, Any], cfg: MoEConfig) -> Array | None:
