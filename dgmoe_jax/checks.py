@@ -57,6 +57,18 @@ def hash_lookup(token_ids, hash_table, num_tokens: int, top_k: int) -> None:
         raise ValueError(f"hash_table: shape {hash_table.shape}, must have at least one row")
 
 
+def expert_map(expert_map, total: int):
+    """expert_map is [total] or [C, total] int32 with C > 0; returned as [C, total]."""
+    if getattr(expert_map, "ndim", None) == 1:
+        shape("expert_map", expert_map, (total,))
+        expert_map = expert_map[None]
+    shape("expert_map", expert_map, (None, total))
+    dtype("expert_map", expert_map, ("int32",))
+    if expert_map.shape[0] == 0:
+        raise ValueError(f"expert_map: shape {expert_map.shape}, must have at least one copy")
+    return expert_map
+
+
 def routing(topk_ids, topk_weights, num_tokens: int | None) -> None:
     """topk_ids and topk_weights are [T, k] int32 and f32; any T where it is None."""
     shape("routing.topk_ids", topk_ids, (num_tokens, None))

@@ -68,10 +68,7 @@ def route(
         checks.hash_lookup(token_ids, hash_table, num_tokens, router.top_k)
     checks.valid(valid, num_tokens)
     if expert_map is not None:
-        if expert_map.ndim == 1:
-            expert_map = expert_map[None]
-        checks.shape("expert_map", expert_map, (None, num_experts + router.fused_shared_experts))
-        checks.dtype("expert_map", expert_map, ("int32",))
+        expert_map = checks.expert_map(expert_map, num_experts + router.fused_shared_experts)
     if num_tokens == 0:
         shape = (0, router.num_slots)
         return Routing(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))

@@ -89,7 +89,8 @@ def route(
 
     tile = 4 if t >= 4 else 1  # rows of a block, one a warp; a single row is every warp's
     # A map's rows start at multiples of `total`, which bounds the vectors that they are read by.
-    aligned = math.gcd(num_experts, total if expert_map is not None else 0)
+    several = expert_map is not None and expert_map.shape[0] > 1
+    aligned = math.gcd(num_experts, total if several else 0)
     experts = _Experts(num_experts, tile, Registers(interpret), aligned)
 
     def choose(*refs):
@@ -105,13 +106,7 @@ def route(
         logits = [jnp.where(x > LARGEST, LARGEST, x) for x in logits]
         scores = SCORING[scoring](logits, experts)
         if hash_table is None:
-            keys = scores
-            if bias is not None:
-                shared = experts.load_shared(refs["bias"])
-                keys = [s + b for s, b in zip(scores, shared, strict=True)]
-            keys = experts.without_repeats([_order(key) for key in keys], CHOSEN)
-            if num_groups > 1:
-                keys = _lose_groups(keys, ids, experts, num_groups, top_groups, bias is not None)
+            keys = _keys(scores, refs.get("bias"), ids, experts, num_groups, top_groups)
         else:
             tokens = [refs["token_ids"][row] for row in each]
         if valid is not None:
@@ -197,7 +192,10 @@ def _check_options(
     if valid is not None and valid.shape != (t,):
         refuse("valid", valid, f"bool [{t}]")
     if expert_map is not None and (
-        expert_map.ndim != 2 or expert_map.shape[1] != total or expert_map.dtype != I32
+        expert_map.ndim != 2
+        or not expert_map.shape[0]
+        or expert_map.shape[1] != total
+        or expert_map.dtype != I32
     ):
         refuse("expert_map", expert_map, f"int32 [copies, {total}]")
 
@@ -302,6 +300,18 @@ def _order(key: Array) -> Array:
 def _flip(bits: Array) -> Array:
     """Bits of a float <-> an integer in its order: a negative float grows as its bits fall."""
     return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
+
+
+def _keys(
+    scores: list[Array], bias, ids: list[Array], experts: _Experts, num_groups: int, top_groups: int
+) -> list[Array]:
+    """What the choice goes by: score + bias as order keys, each expert once, losers below all."""
+    if bias is not None:
+        scores = [s + b for s, b in zip(scores, experts.load_shared(bias), strict=True)]
+    keys = experts.without_repeats([_order(score) for score in scores], CHOSEN)
+    if num_groups > 1:
+        keys = _lose_groups(keys, ids, experts, num_groups, top_groups, bias is not None)
+    return keys
 
 
 def _lose_groups(

@@ -293,7 +293,10 @@ def test_errors_name_the_array_what_came_and_what_is_allowed(
         (TypeError, ["token_ids", "float32", "int32"], dict(token_ids=jnp.zeros(2))),
         (ValueError, ["hash_table", "(9, 3)", "(*, 2)"], dict(hash_table=jnp.zeros((9, 3), int))),
         (ValueError, ["hash_table", "one row"], dict(hash_table=jnp.zeros((0, 2), int))),
-        (ValueError, ["expert_map", "(1, 8)", "(*, 9)"], dict(expert_map=jnp.zeros(8, int))),
+        (ValueError, ["expert_map", "(8,)", "(9,)"], dict(expert_map=jnp.zeros(8, int))),
+        (ValueError, ["expert_map", "(2, 8)", "(*, 9)"], dict(expert_map=jnp.zeros((2, 8), int))),
+        (ValueError, ["expert_map", "one copy"], dict(expert_map=jnp.zeros((0, 9), int))),
+        (TypeError, ["expert_map", "list"], dict(expert_map=[0] * 9)),
         (TypeError, ["expert_map", "float32", "int32"], dict(expert_map=jnp.zeros((2, 9)))),
     ],
 )
