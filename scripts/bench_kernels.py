@@ -51,7 +51,7 @@ def size(*arrays) -> int:
 def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Iterator[Case]:
     """Every kernel of the layer at one size, on random data."""
     xla = functools.partial(backends.get, backend="xla")
-    key = iter(jax.random.split(jax.random.key(0), 5))
+    key = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape, dtype=jnp.bfloat16):
         return jax.random.normal(next(key), shape, dtype)
@@ -62,7 +62,18 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
     rule = dict(scoring="sigmoid", top_k=top_k, num_groups=groups, renormalize=True)
     rule["top_groups"] = -(-groups // 2)
     ids, weights = xla("route")(logits, bias, **rule)
-    yield Case("route", (logits, bias), rule, size(logits, ids, weights), tolerance=1e-5)
+    moved = size(logits, ids, weights)
+    yield Case("route", (logits, bias), rule, moved, tolerance=1e-5)
+    after = rule | dict(scoring="softmax_topk", num_groups=1, top_groups=1)
+    yield Case("route softmax_topk", (logits, None), after, moved, tolerance=1e-5)
+    table = jax.random.randint(next(key), (129280, top_k), 0, experts, jnp.int32)
+    by_token = after | dict(scoring="sqrtsoftplus", hash_table=table)
+    by_token["token_ids"] = jax.random.randint(next(key), (tokens,), 0, len(table), jnp.int32)
+    yield Case("route hash", (logits, None), by_token, moved + size(ids), tolerance=1e-5)
+    valid = jnp.arange(tokens) < max(1, tokens - 3)
+    expert_map = jax.random.randint(next(key), (2, experts + 1), -1, 2 * experts, jnp.int32)
+    mapped = rule | dict(valid=valid, expert_map=expert_map, fused_shared_experts=1)
+    yield Case("route valid map shared", (logits, bias), mapped, moved, tolerance=1e-5)
 
     expected = tokens * top_k / experts
     alignment = tile = 32 if expected < 16 else 64 if expected < 64 else 128
