@@ -263,9 +263,9 @@ def _ffi_call(operands, static):
     like = jax.typeof(operands[0])
 
     def result(shape, dtype):
-        spec = like.sharding.spec if len(shape) == like.ndim else PartitionSpec()
-        sharding = NamedSharding(like.sharding.mesh, spec)
-        axes = like.manual_axis_type
+        sharding, axes = like.sharding, like.manual_axis_type
+        if len(shape) != like.ndim:
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=axes)
 
     results = [result(*each) for each in static.results]
@@ -455,9 +455,8 @@ def _passed_on(deep_gemm, name):
     if len(calls) == 1 and calls[0][0] == name:
         passed = [names.get(id(x), [x]) for x in calls[0][1]]
         found = [x for x in passed if isinstance(x, str)]
-        if [x for x in found if x in function.tensors] == [*function.tensors] and len(found) == len(
-            given
-        ):
+        tensors = [x for x in found if x in function.tensors]
+        if tensors == [*function.tensors] and len(found) == len(given):
             return passed
     raise NotImplementedError(
         f"deep_gemm.{name} does not call _C the way that sgl-deep-gemm 0.1.5 and 0.2.0 do; it made "
@@ -468,8 +467,9 @@ def _passed_on(deep_gemm, name):
 def _cores(deep_gemm, count):
     """The loaded ``_C``, and copies of it for the other devices, where each has state of its own.
 
-    Not run on two GPUs in this form (0.1.5 was, by hand, and gave right results on both); tests
-    cover the symbol table and the shim's choice among stand-in libraries.
+    Not run on two GPUs in this form: copies of 0.1.5, made by hand, gave right results on both.
+    Tests cover the symbol table and the shim's choice among stand-in libraries;
+    tests/test_bridge_gpu.py has the one for two GPUs.
     """
     path = pathlib.Path(deep_gemm.__file__).with_name("_C.so")
     if count == 1 or _copies_share_state(path):
@@ -497,7 +497,7 @@ def _copies_share_state(path):
     """
     try:
         unique = _unique_symbols(path.read_bytes())
-    except (ValueError, struct.error):
+    except (OSError, ValueError, struct.error):
         return True
     return any(re.match(r"_ZN(9deep_gemm|8deep_jit)", symbol) for symbol in unique)
 

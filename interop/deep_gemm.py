@@ -75,7 +75,8 @@ def m_grouped_bf16_gemm_nt_contiguous(
       a: [M, K] bfloat16, K a multiple of 64. M = 0 is allowed.
       b: [E, N, K] bfloat16, N a multiple of 8.
       m_indices: [M] int32, the expert of each row, -1 for padding. All live rows of a block of
-        ``alignment`` rows name the same expert and come first in the block.
+        ``alignment`` rows name the same expert and come first in the block: a numpy array is
+        checked for that, of what is on a device DeepGEMM reads one row in 64.
       alignment: rows in a block: 32, 64 or 128; with ``emulate`` any multiple of 8.
       settings: Settings of this call.
       emulate: run the same chain on a CPU, with a numpy emulator in DeepGEMM's place.
@@ -260,7 +261,11 @@ def gemm_nt_bf16bf16f32(a, b, *, settings=UNSET, emulate=False):
     """
     _check_rank("a", a, "[M, K]")
     _check_rank("b", b, "[N, K]")
-    _check_rows(a, b[None], jnp.bfloat16, 64)
+    depth, columns = a.shape[1], b.shape[0]
+    _check_dtype("a", a, jnp.bfloat16)
+    _check("b", b, jnp.bfloat16, (columns, depth))
+    _check_depth(depth, 64)
+    _check_columns(columns)
     results = dict(d=((a.shape[0], b.shape[0]), jnp.float32))
     operands = dict(a=a, b=b)
     return call("bf16_gemm_nt", operands, results, settings=settings, emulate=emulate)[0]
@@ -452,11 +457,11 @@ def _check_depth(depth, step):
         raise ValueError(f"K is {depth}; it must be a positive multiple of {step}")
 
 
-def _check_columns(experts, columns):
-    if experts == 0 or columns == 0 or columns % 8:
-        raise ValueError(
-            f"b has E = {experts}, N = {columns}; E must be positive, N a positive multiple of 8"
-        )
+def _check_columns(columns, experts=1):
+    if experts == 0:
+        raise ValueError(f"b has E = {experts}; E must be positive")
+    if columns == 0 or columns % 8:
+        raise ValueError(f"b has N = {columns}; N must be a positive multiple of 8")
 
 
 def _check_rows(a, b, dtype, depth_step):
@@ -469,7 +474,7 @@ def _check_rows(a, b, dtype, depth_step):
     _check("a", a, dtype, (*((experts,) if a.ndim == 3 else ()), *a.shape[-2:]))
     _check("b", b, dtype, (experts, columns, depth))
     _check_depth(depth, depth_step)
-    _check_columns(experts, columns)
+    _check_columns(columns, experts)
 
 
 def _check_m_indices(m_indices, rows, alignment, emulate):
@@ -478,6 +483,20 @@ def _check_m_indices(m_indices, rows, alignment, emulate):
         raise ValueError(f"alignment is {alignment}; the emulator takes positive multiples of 8")
     if not emulate and alignment not in _GPU_ALIGNMENTS:
         raise ValueError(f"alignment is {alignment}; DeepGEMM takes one of {_GPU_ALIGNMENTS}")
+    if isinstance(m_indices, np.ndarray):
+        _check_blocks(m_indices, alignment)
+
+
+def _check_blocks(m_indices, alignment):
+    # A row may differ from the one before it at the start of a block, or by being padding.
+    (starts,) = np.nonzero((m_indices[1:] != m_indices[:-1]) & (m_indices[1:] >= 0))
+    wrong = starts[(starts + 1) % alignment != 0] + 1
+    if wrong.size:
+        row = int(wrong[0])
+        raise ValueError(
+            f"m_indices[{row}] is {m_indices[row]} after {m_indices[row - 1]}; another expert must "
+            f"start at a multiple of alignment = {alignment}"
+        )
 
 
 def _check_masked(a, b, masked_m, expected_m, emulate):
@@ -535,7 +554,7 @@ def _scaled(a, b, recipes, *, grouped):
     depth = _check_scaled("a", a, a_scales, gran_a)
     if _check_scaled("b", b, b_scales, gran_b) != depth:
         raise ValueError(f"b has shape {b.shape}; it must be {(*b.shape[:-1], depth)}")
-    _check_columns(b.shape[0], b.shape[-2])
+    _check_columns(b.shape[-2], *b.shape[:-2])
     return dict(a=_int8(a), a_scales=a_scales, b=_int8(b), b_scales=b_scales)
 
 

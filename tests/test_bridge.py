@@ -334,6 +334,28 @@ def test_bad_operands_are_named(case, error, text):
         gemm(**options)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("m_indices", "row"),
+    [
+        ([0] * 128 + [1] * 130 + [2] * 65, r"m_indices\[258\] is 2 after 1"),
+        ([0] * 100 + [1] * 28, r"m_indices\[100\] is 1 after 0"),
+        ([0] * 8 + [-1] * 8 + [0] * 8, r"m_indices\[16\] is 0 after -1"),
+    ],
+)
+def test_groups_that_do_not_start_a_block_are_refused(fp8, m_indices, row):
+    case = make_case(18, m_indices, 8, 128, fp8=fp8, exact=True)
+    with pytest.raises(ValueError, match=row + ".*multiple of alignment = 128"):
+        gemm(*case, alignment=128, emulate=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_block_of_padding_in_the_middle(fp8):
+    m_indices = [0] * 128 + [-1] * 128 + [1] * 130 + [-1] * 126 + [2] * 65
+    case = make_case(19, m_indices, 8, 128, fp8=fp8, exact=True, poison=np.nan)
+    check(np.asarray(gemm(*case, alignment=128, emulate=True)), case, exact=True)
+
+
 def shapes(fp8):
     case = make_case(17, [0] * 20, 136, 256, fp8=fp8, exact=True)
     return [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case]
