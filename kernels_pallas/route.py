@@ -114,9 +114,10 @@ def route(
         if expert_map is not None:
             physical = experts.load_copies(refs["expert_map"], each)
 
-        # Integers reduce in one step. Scores are not negative: their bits order them; logits by
-        # their order keys.
-        if scoring == "softmax_topk":
+        # Integers reduce in one step. Scores are not negative: their bits order them. Logits are
+        # ordered by keys, as are all scores where no bias stands between a score and its key.
+        unbiased = hash_table is None and bias is None
+        if unbiased or scoring == "softmax_topk":
             bits, absent, value = [_order(x) for x in scores], LEAST, _as_float
         else:
             bits, absent = [lax.bitcast_convert_type(s, I32) for s in scores], 0
@@ -133,13 +134,15 @@ def route(
 
         for slot in range(top_k):
             if hash_table is None:
-                chosen = experts.lowest_best(keys, ids)
+                best, chosen = experts.lowest_best(keys, ids)
             else:
                 listed = [_listed(refs["hash_table"], x, slot, num_experts) for x in tokens]
                 chosen = experts.by_row(listed)
             here = [i == experts.spread(chosen) for i in ids]
-            picked = [jnp.where(h, b, absent) for h, b in zip(here, bits, strict=True)]
-            weights.append(value(experts.max(picked)))
+            if not unbiased:
+                picked = [jnp.where(h, b, absent) for h, b in zip(here, bits, strict=True)]
+                best = experts.max(picked)
+            weights.append(value(best))
             if hash_table is None:
                 others = [i != experts.spread(chosen) for i in ids]
                 keys = [jnp.where(o, key, CHOSEN) for o, key in zip(others, keys, strict=True)]
@@ -280,14 +283,15 @@ class _Experts:
     def spread(self, x: Array) -> Array:
         return self.regs.along_rows(x, self.shape, self.layout)
 
-    def lowest_best(self, keys: list[Array], ids: list[Array]) -> Array:
-        """The lowest id among those of the greatest key, [rows]."""
-        best = self.spread(self.max(keys))
+    def lowest_best(self, keys: list[Array], ids: list[Array]) -> tuple[Array, Array]:
+        """The greatest key, and the lowest id among those of that key, both [rows]."""
+        best = self.max(keys)
         # As a maximum: int32 maxima are the ones that Hopper reduces over a warp in one step.
         last = [
-            jnp.where(k == best, self.num_experts - i, 0) for k, i in zip(keys, ids, strict=True)
+            jnp.where(k == self.spread(best), self.num_experts - i, 0)
+            for k, i in zip(keys, ids, strict=True)
         ]
-        return self.num_experts - self.max(last)
+        return best, self.num_experts - self.max(last)
 
 
 def _order(key: Array) -> Array:
@@ -330,7 +334,7 @@ def _lose_groups(
         inside = [jnp.where(m, key, CHOSEN) for m, key in zip(member, keys, strict=True)]
         best = experts.max(inside)
         if two_best and size > 1:
-            chosen = experts.spread(experts.lowest_best(inside, ids))
+            chosen = experts.spread(experts.lowest_best(inside, ids)[1])
             second = experts.max(
                 [jnp.where(i != chosen, k, CHOSEN) for i, k in zip(ids, inside, strict=True)]
             )
