@@ -210,12 +210,13 @@ def test_any_floats_at_all_give_legal_distinct_ids(data):
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_kernel_routes_the_special_rows_as_xla_does(backend):
+@pytest.mark.parametrize("scoring, biased", [("sigmoid", True), ("softmax_topk", False)])
+def test_kernel_routes_the_special_rows_as_xla_does(backend, scoring, biased):
     rng = np.random.default_rng(9)
     logits = rng.choice(np.float32(GRID + SPECIAL), (24, 16))
     logits[0], logits[1], logits[2], logits[3] = np.nan, -np.inf, -120.0, np.inf
-    bias = rng.choice(np.float32(BIASES), 16)
-    router = some_router((16, 8, 4, 2), "sigmoid")
+    bias = rng.choice(np.float32(BIASES), 16) if biased else None
+    router = some_router((16, 8, 4, 2), scoring)
     ids, weights = route(logits, router, bias=bias, backend=backend)
     want_ids, want_weights = route(logits, router, bias=bias)
     np.testing.assert_array_equal(ids, want_ids)
