@@ -113,16 +113,20 @@ def params(params, cfg) -> None:
                 dtype(f"{where}.scales", weight.scales, ("float32",))
 
 
-def plan(plan, num_experts: int, num_tokens: int, top_k: int) -> None:
-    """`plan` holds every routing of this call: fewer rows would be written past their end."""
+def plan(plan, num_experts: int, num_tokens: int, top_k: int, distinct: bool) -> None:
+    """`plan` holds every routing of this call, whose ids are `distinct` or promised to be: fewer
+    rows would be written past their end."""
     if plan.layout == "contiguous":
         least = layouts.contiguous_rows(num_tokens * top_k, num_experts, plan.alignment)
         if plan.rows < least:
             raise ValueError(f"plan.rows={plan.rows}: must be at least {least} for this call")
         return
-    if plan.capacity < num_tokens:
+    distinct = distinct or plan.distinct_ids
+    least = num_tokens * (1 if distinct else top_k)
+    if plan.capacity < least:
+        unless = "" if distinct else ", or distinct_ids=True promised to plan()"
         raise ValueError(
-            f"plan.capacity={plan.capacity}: must be at least {num_tokens} for this call"
+            f"plan.capacity={plan.capacity}: must be at least {least} for this call{unless}"
         )
     if plan.rows != num_experts * plan.capacity:
         raise ValueError(

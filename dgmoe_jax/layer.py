@@ -39,9 +39,9 @@ def moe_layer(
       token_ids: [T] int32, for hash selection; otherwise not read. A token outside the table goes
         to no routed expert.
       valid: [T] bool; tokens marked False go to no expert and their rows of y are zero.
-      plan: overrides `dgmoe_jax.plan(cfg, T)`, its backend and layout included. Slabs of fewer
-        than T * k rows are the caller's promise that a routing's ids are distinct within a token;
-        a token with a row too many gets NaN.
+      plan: overrides `dgmoe_jax.plan(cfg, T)`, its backend and layout included. With a routing
+        whose ids are distinct within a token, `plan(cfg, T, top_k=k, distinct_ids=True)` has
+        slabs of T rows instead of T * k; a token that breaks this promise gets NaN.
 
     Returns:
       y [T, H] bf16: scaling_factor * sum over slots of weight * expert(x), accumulated in f32 in
@@ -68,9 +68,9 @@ def moe_layer(
     # A routing of the caller's or a hash table may name an expert twice in a row.
     distinct = routing is None and cfg.router.selection == "scores"
     if plan is None:
-        plan = make_plan(cfg, num_tokens, top_k=top_k, distinct_ids=distinct)
+        plan = make_plan(cfg, num_tokens, top_k=top_k, distinct_ids=None if distinct else False)
     checks.instance("plan", plan, Plan, "from dgmoe_jax.plan(cfg, T)")
-    checks.plan(plan, num_experts, num_tokens, top_k)
+    checks.plan(plan, num_experts, num_tokens, top_k, distinct)
     if num_tokens == 0:
         return jnp.zeros_like(x)
     fmt = RECIPES[cfg.recipe].activations

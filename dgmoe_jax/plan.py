@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import re
 import warnings
 from dataclasses import dataclass, replace
 
 from dgmoe_jax import backends, layouts
-from dgmoe_jax.config import MoEConfig
+from dgmoe_jax.config import BACKENDS, MoEConfig
 from dgmoe_jax.recipes import RECIPES, RUNS_ON, TILE, Recipe, padded
 
 PALLAS_TO_ROWS = 40
-"""Rows expected per expert up to which our grouped GEMM is faster than DeepGEMM's on an H200.
+"""Rows expected per expert up to which `backend="auto"` takes our grouped GEMM on an H200.
 
-E 256, H 7168, I 2048, FP8: the layer in 114 us against 129 for 1 token, 1077 against 1314 for 16;
-w13, activation and w2 in 2884 us against 2923 for the two GEMMs alone at 32 rows an expert; both
-GEMMs in 3911 against 3716 at 128."""
+bench/layer.jsonl has E 256, H 7168, I 2048, FP8: 114 us against DeepGEMM's 129 for 1 token, 1077
+against 1314 for 16. The GEMMs alone, with an earlier inner loop: w13, activation and w2 in 2884 us
+against 2923 without activation at 32 rows an expert, and 3911 against 3716 at 128."""
 
-MASKED_FROM_ROWS = 0.5
-"""Rows expected per expert from which DeepGEMM's masked GEMMs beat its contiguous ones there, or
-tie, at the static number of rows that a jitted program must have: 1159 us against 1259 at 0.5
-(E 256), 174 against 170 at 4, 203 against 251 at 64 (E 128), 818 against 906 at 256 (E 32), 720
-against 700 at 512 (E 128); but 136 against 96 at 0.03."""
+MASKED_ROWS = 0.5, 384
+"""Rows expected per expert between which DeepGEMM's masked GEMMs gain on its contiguous ones there.
+
+Both at the static number of rows that a jitted program must have, w13 + w2, FP8 (bench/layer.jsonl,
+`gemms_layouts`): 136 us against 96 at 0.03, 1159 against 1259 at 0.5, 174 against 170 at 4, 365
+against 455 at 32, 203 against 251 at 64, 818 against 906 at 256, 720 against 700 at 512."""
 
 MASKED_MULTIPLE = 128
-"""DeepGEMM stores whole blocks of 64 or 128 rows: a slab must hold them, or the next one is hit."""
+"""DeepGEMM stores whole blocks, of 64 or 128 rows by its own choice: a slab must hold them, or the
+next one is hit (seen on an H200; the bridge refuses other slabs)."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,9 @@ class Plan:
     see. capacity: rows an expert may hold (equal to `rows` where experts share them). alignment:
     rows an expert's segment is padded to. tile: rows that a kernel takes at a time. fused: w13's
     GEMM activates and quantises its result ("pallas" only; the same bits). expected_m: mean rows of
-    an expert, rounded up, by which DeepGEMM chooses its kernel. workspace_bytes: predicted bytes
-    of intermediates alive at once. why: one sentence.
+    an expert, rounded up, by which DeepGEMM chooses its kernel. distinct_ids: the caller's promise
+    that no token names an expert twice. workspace_bytes: predicted bytes of intermediates alive at
+    once, on a GPU. why: one sentence.
     """
 
     layout: str
@@ -47,6 +51,7 @@ class Plan:
     tile: int
     fused: bool
     expected_m: int
+    distinct_ids: bool
     workspace_bytes: int
     backend: str
     why: str
@@ -54,8 +59,14 @@ class Plan:
     def __post_init__(self):
         if self.layout not in ("contiguous", "masked"):
             raise ValueError(f"Plan.layout={self.layout!r}: must be 'contiguous' or 'masked'")
-        for name, value in (("alignment", self.alignment), ("tile", self.tile)):
-            if value < 8 or value % 8:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"Plan.backend={self.backend!r}: must be one of {BACKENDS}")
+        for name in ("fused", "distinct_ids"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"Plan.{name}={getattr(self, name)!r}: must be a bool")
+        for name in ("rows", "capacity", "alignment", "tile", "expected_m", "workspace_bytes"):
+            value = _count(f"Plan.{name}", getattr(self, name), 0)
+            if name in ("alignment", "tile") and (value < 8 or value % 8):
                 raise ValueError(f"Plan.{name}={value}: must be a positive multiple of 8")
         if self.fused and self.backend != "pallas":
             raise ValueError(f"Plan.fused=True: not with backend={self.backend!r}, only 'pallas'")
@@ -85,17 +96,18 @@ def plan(
     free_bytes: int | None = None,
     ep_size: int = 1,
     top_k: int | None = None,
-    distinct_ids: bool = True,
+    distinct_ids: bool | None = None,
     masked_fraction: float = 0.25,
 ) -> Plan:
     """Layout, sizes and backend for `num_tokens` tokens.
 
     A pure function of its arguments once `arch` is given ("cpu", "sm90", ...; None asks the
     default device: what it is, whether DeepGEMM can run there, and how much of its memory is free
-    where `free_bytes` is None). `free_bytes` bounds the workspace, and `layout="auto"` gives slabs
-    at most `masked_fraction` of it. `top_k` stands for the router's where `moe_layer(routing=...)`
-    brings its own slots, and `distinct_ids=False` for a routing that may name an expert twice in
-    a row, which takes slabs `top_k` times as large; hash selection may, whatever is said.
+    where `free_bytes` is None). `free_bytes` bounds the workspace; `layout="auto"` gives slabs at
+    most `masked_fraction` of it, and none where it is not known. `top_k` stands for the router's
+    where `moe_layer(routing=...)` brings its own slots. `distinct_ids=True` promises that such a
+    routing names no expert twice in a row: else it needs slabs `top_k` times as large (None: those
+    of the layer's own router, whose choice by scores is distinct).
 
     Raises:
       ValueError: a negative `num_tokens`, or one whose rows overflow int32 indices.
@@ -107,31 +119,38 @@ def plan(
     top_k = _count("top_k", cfg.router.top_k if top_k is None else top_k, 1)
     if ep_size != 1:
         raise NotImplementedError(f"ep_size={ep_size}: only one device (ep_size=1) runs so far")
-    if not 0 < masked_fraction <= 1:
-        raise ValueError(f"masked_fraction={masked_fraction!r}: must be in (0, 1]")
+    number = isinstance(masked_fraction, numbers.Real) and not isinstance(masked_fraction, bool)
+    if not number or not 0 < masked_fraction <= 1:
+        raise ValueError(f"masked_fraction={masked_fraction!r}: must be a number in (0, 1]")
+    if distinct_ids not in (None, True, False):
+        raise TypeError(f"distinct_ids={distinct_ids!r}: must be a bool or None")
+    if free_bytes is not None:
+        free_bytes = _count("free_bytes", free_bytes, 0)
     asked = arch is None
-    arch = arch or backends.current_arch()
-    if not re.fullmatch(r"cpu|gpu|sm\d+", arch):
+    arch = backends.current_arch() if asked else arch
+    if not isinstance(arch, str) or not re.fullmatch(r"cpu|gpu|sm\d+", arch):
         raise ValueError(f"arch={arch!r}: must be 'cpu', 'gpu' or 'sm90', 'sm100', ...")
     if arch not in RUNS_ON[cfg.recipe]:
-        runs = [name for name, archs in RUNS_ON.items() if arch in archs] or "none"
-        raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; these do: {runs}")
+        runs = [name for name, archs in RUNS_ON.items() if arch in archs]
+        instead = f"these do: {runs}" if runs else f"'bf16' runs on {RUNS_ON['bf16']}"
+        raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; {instead}")
     expected_rows = num_tokens * top_k / cfg.num_experts
     backend, reason = _backend(cfg, arch, expected_rows, asked)
 
-    distinct_ids = distinct_ids and cfg.router.selection == "scores"
+    promised = distinct_ids is True
+    # A hash table may name an expert twice.
+    tight = promised or (distinct_ids is None and cfg.router.selection == "scores")
 
     def laid_out(layout: str) -> Plan:
-        return _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids)
+        made = _laid_out(cfg, num_tokens, top_k, layout, backend, tight)
+        return replace(made, distinct_ids=promised)
 
     if cfg.layout != "auto":
         chosen, why = laid_out(cfg.layout), "layout as asked"
     else:
         budget = backends.free_bytes() if asked and free_bytes is None else free_bytes
-        chosen, why = _layout(backend, expected_rows, laid_out, budget, masked_fraction)
-    widest = max(padded(cfg.hidden_size), 2 * padded(cfg.intermediate_size))
-    # The kernels count 128-wide groups of all rows in int32.
-    if chosen.rows * widest // TILE >= 2**31:
+        chosen, why = _layout(cfg, backend, expected_rows, laid_out, budget, masked_fraction)
+    if _overflows(cfg, chosen):
         raise ValueError(
             f"num_tokens={num_tokens}: {chosen.rows} rows overflow int32 indices; split them"
         )
@@ -144,15 +163,25 @@ def plan(
     return replace(chosen, why=why)
 
 
-def _layout(backend, expected_rows, laid_out, budget, fraction) -> tuple[Plan, str]:
+def _overflows(cfg: MoEConfig, plan: Plan) -> bool:
+    """The kernels count 128-wide groups of all rows in int32."""
+    widest = max(padded(cfg.hidden_size), 2 * padded(cfg.intermediate_size))
+    return plan.rows * widest // TILE >= 2**31
+
+
+def _layout(cfg, backend, expected_rows, laid_out, budget, fraction) -> tuple[Plan, str]:
     """The faster of the two layouts that fits."""
     contiguous = laid_out("contiguous")
     if backend != "deep_gemm":
         return contiguous, "contiguous: this GEMM gains nothing from slabs"
-    if expected_rows < MASKED_FROM_ROWS:
-        return contiguous, "contiguous measured faster with few rows per expert"
+    least, most = MASKED_ROWS
+    if not least <= expected_rows <= most:
+        few_or_many = "few" if expected_rows < least else "many"
+        return contiguous, f"contiguous: slabs gain nothing with so {few_or_many} rows per expert"
     masked = laid_out("masked")
-    if budget is not None and masked.workspace_bytes > fraction * budget:
+    if budget is None:
+        return contiguous, "contiguous: how much memory slabs may take is not known (free_bytes)"
+    if masked.workspace_bytes > fraction * budget or _overflows(cfg, masked):
         return contiguous, (
             f"contiguous: slabs would take {masked.workspace_bytes} bytes, more than {fraction:g}"
             f" of {budget} free ones"
@@ -160,13 +189,13 @@ def _layout(backend, expected_rows, laid_out, budget, fraction) -> tuple[Plan, s
     return masked, "masked measured faster"
 
 
-def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
+def _laid_out(cfg, num_tokens, top_k, layout, backend, tight) -> Plan:
     assignments = num_tokens * top_k
     expected_rows = assignments / cfg.num_experts
     alignment, tile, fused = tiling(expected_rows, backend, cfg.recipe)
     if layout == "masked":
         multiple = MASKED_MULTIPLE if backend in ("deep_gemm", "emulator") else tile
-        capacity = layouts.masked_capacity(num_tokens, top_k, multiple, distinct_ids=distinct_ids)
+        capacity = layouts.masked_capacity(num_tokens, top_k, multiple, distinct_ids=tight)
         rows = cfg.num_experts * capacity
     else:
         rows = capacity = layouts.contiguous_rows(assignments, cfg.num_experts, alignment)
@@ -178,7 +207,10 @@ def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
         tile=tile,
         fused=fused,
         expected_m=-(-assignments // cfg.num_experts),
-        workspace_bytes=_workspace_bytes(cfg, num_tokens, assignments, rows, backend, fused),
+        distinct_ids=False,
+        workspace_bytes=_workspace_bytes(
+            cfg, num_tokens, assignments, rows, tile, fused, backend, layout
+        ),
         backend=backend,
         why="",
     )
@@ -265,17 +297,36 @@ def _refuse(backend: str, recipe: str, arch: str) -> None:
 
 
 def _workspace_bytes(
-    cfg: MoEConfig, num_tokens: int, assignments: int, rows: int, backend: str, fused: bool
+    cfg: MoEConfig,
+    num_tokens: int,
+    assignments: int,
+    rows: int,
+    tile: int,
+    fused: bool,
+    backend: str,
+    layout: str,
 ) -> int:
-    recipe = RECIPES[cfg.recipe]
-    hidden, inner = padded(cfg.hidden_size), padded(cfg.intermediate_size)
-    index = 4 * (2 * assignments + (rows if backend == "deep_gemm" else 0))
-    source = 2 * hidden * num_tokens if cfg.num_shared_experts else 0
-    w13_in, w13_out = _row_bytes(recipe, hidden), 4 * inner
-    w2_in, w2_out = _row_bytes(recipe, inner), 2 * hidden
-    steps = [(w2_in, w2_out)]
-    steps += [(w13_in, w2_in)] if fused else [(w13_in, w13_out), (w13_out, w2_in)]
-    return index + source + rows * max(map(sum, steps))
+    """Rows on their way through the experts, their index, and beside the shared experts' rows the
+    routed result."""
+    recipe, hidden = RECIPES[cfg.recipe], padded(cfg.hidden_size)
+
+    def widest(inner: int, fused: bool) -> int:
+        """Bytes of a row's input and output of the widest step."""
+        w13_in, w13_out = _row_bytes(recipe, hidden), 4 * inner
+        w2_in, w2_out = _row_bytes(recipe, inner), 2 * hidden
+        steps = [(w2_in, w2_out)]
+        steps += [(w13_in, w2_in)] if fused else [(w13_in, w13_out), (w13_out, w2_in)]
+        return max(map(sum, steps))
+
+    tiles = layouts.num_tiles(assignments, cfg.num_experts, tile)
+    m_indices = rows if backend == "deep_gemm" and layout == "contiguous" else 0
+    index = 4 * (2 * assignments + 3 * tiles + cfg.num_experts + m_indices)
+    routed = rows * widest(padded(cfg.intermediate_size), fused)
+    if not cfg.num_shared_experts:
+        return index + routed
+    inner = padded(cfg.num_shared_experts * cfg.intermediate_size)
+    shared = num_tokens * widest(inner, tiling(num_tokens, backend, cfg.recipe)[2])
+    return index + max(routed, rows * 2 * hidden + shared)
 
 
 def _row_bytes(recipe: Recipe, width: int) -> int:

@@ -280,12 +280,13 @@ def gemm(
 ) -> Array:
     """a [M, K] x b [E, N, K] -> [M, N] bf16; a tile's rows use its expert's b, f32 accumulation.
 
-    A loop over `tiles` (here `tile == alignment`) that stops at the last real one:
+    A loop over `tiles` that stops at the last real one; a tile's padding spills into rows that a
+    later tile writes, or that nobody reads:
     `lax.ragged_dot` multiplies every row by every expert where it has no kernel of its own, and
     batched products copy an expert's weights once per tile.
     """
     num_rows, n = a.shape[0], b.shape[1]
-    tail = -num_rows % tile
+    tail = tile - alignment + -num_rows % alignment
     a = jnp.pad(a, ((0, tail), (0, 0)))
     if a_scales is not None:
         groups, capacity = a_scales.shape[0] // slabs, num_rows // slabs

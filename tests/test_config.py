@@ -160,9 +160,17 @@ def test_slabs_hold_every_row_where_ids_may_repeat():
 
 def test_plan_gives_slabs_a_share_of_the_memory_that_is_free():
     cfg = dg.MoEConfig(256, 7168, 2048, dg.RouterConfig(8), recipe="fp8_block", backend="deep_gemm")
-    masked = dg.plan(cfg, 4096, arch="sm90")
+    masked = dg.plan(cfg, 4096, arch="sm90", free_bytes=10**12)
     assert masked.layout == "masked"
     free = 4 * masked.workspace_bytes
+    unknown = dg.plan(cfg, 4096, arch="sm90")
+    assert unknown.layout == "contiguous" and "not known" in unknown.why
+    # Slabs of so many tokens would overflow the kernels' indices; rows close together do not.
+    assert dg.plan(cfg, 12287, arch="sm90", free_bytes=10**15, top_k=6).layout == "masked"
+    huge = dg.plan(
+        dataclasses.replace(cfg, num_experts=8192), 60000, arch="sm90", free_bytes=10**15
+    )
+    assert huge.layout == "contiguous"
     assert dg.plan(cfg, 4096, arch="sm90", free_bytes=free) == masked
     tight = dg.plan(cfg, 4096, arch="sm90", free_bytes=free - 4)
     assert tight.layout == "contiguous"
@@ -196,7 +204,7 @@ def test_plan_picks_what_the_committed_measurements_show_to_be_fastest():
     compared = 0
     for (experts, top_k, hidden, inner, count, recipe), times in found.items():
         cfg = dg.MoEConfig(experts, hidden, inner, dg.RouterConfig(top_k), recipe=recipe)
-        plan = dg.plan(cfg, count, arch="sm90")
+        plan = dg.plan(cfg, count, arch="sm90", free_bytes=130 * 10**9)
         us = times.get((plan.backend, plan.layout))
         if us is not None and len(times) > 1:
             assert us <= 1.03 * min(times.values()), (plan.why, times)
@@ -207,6 +215,15 @@ def test_plan_picks_what_the_committed_measurements_show_to_be_fastest():
 def test_plan_needs_more_memory_for_more_tokens():
     sizes = [dg.plan(config(), t, arch="cpu").workspace_bytes for t in (0, 64, 128, 1024)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[-1]
+
+
+def test_plan_counts_the_shared_experts_rows():
+    few, many = (
+        dg.plan(config(num_shared_experts=n, layout="masked"), 4096, arch="cpu").workspace_bytes
+        for n in (0, 64)
+    )
+    # Their w13's output alone: T x 2 * 64 * I bf16.
+    assert few < many and many > 4096 * 2 * 64 * 64 * 2
 
 
 def test_plan_respects_the_memory_that_is_free():
@@ -227,6 +244,14 @@ def test_plan_respects_the_memory_that_is_free():
     "kind, words, cfg, count, kw",
     [
         (ValueError, ["num_tokens=-1", "at least 0"], {}, -1, {}),
+        (ValueError, ["free_bytes=-1", "at least 0"], {}, 8, {"free_bytes": -1}),
+        (TypeError, ["free_bytes='x'", "an int"], {}, 8, {"free_bytes": "x"}),
+        (ValueError, ["masked_fraction='a'", "(0, 1]"], {}, 8, {"masked_fraction": "a"}),
+        (ValueError, ["masked_fraction=True", "(0, 1]"], {}, 8, {"masked_fraction": True}),
+        (TypeError, ["distinct_ids='no'", "bool"], {}, 8, {"distinct_ids": "no"}),
+        (ValueError, ["arch=90", "'sm90'"], {}, 8, {"arch": 90}),
+        (ValueError, ["arch=''", "'sm90'"], {}, 8, {"arch": ""}),
+        (NotImplementedError, ["sm80", "'bf16' runs on"], {}, 8, {"arch": "sm80"}),
         (ValueError, ["num_tokens=1073741824", "int32"], {}, 2**30, {}),
         (NotImplementedError, ["ep_size=2", "ep_size=1"], {}, 8, {"ep_size": 2}),
         (NotImplementedError, ["recipe='mxfp8'", "cpu", "'bf16'"], {"recipe": "mxfp8"}, 8, {}),

@@ -168,6 +168,18 @@ def test_the_layouts_agree_to_the_last_bit(backend, recipe):
         same_bits(masked(x), contiguous(x))
 
 
+@every_layout
+def test_a_plan_of_larger_tiles_changes_no_bit(layout):
+    """A tile's padding may spill over other experts' rows and past the last one."""
+    layer = random_layer(backend="xla", layout=layout)
+    x, ids = tokens(30, 128), random_ids(3, 30, 2, 4)
+    ids[:7], ids[7:] = (0, 1), (3, 2)
+    want = layer(x, ids)
+    own = dg.plan(layer.cfg, 30, distinct_ids=False)
+    for tile in (2 * own.tile, 4 * own.tile):
+        same_bits(layer(x, ids, plan=dataclasses.replace(own, tile=tile)), want)
+
+
 def test_a_token_that_breaks_the_promise_of_distinct_ids_is_nan_and_alone():
     """40 rows of one expert in a slab of 32; without the promise, they all fit."""
     layer = random_layer(backend="xla", layout="masked")
@@ -176,8 +188,10 @@ def test_a_token_that_breaks_the_promise_of_distinct_ids_is_nan_and_alone():
     ids[20:] = (2, -1)
     want = layer(x, ids)
     assert not np.isnan(f64(want)).any()
-    promised = dg.plan(layer.cfg, 30)
+    promised = dg.plan(layer.cfg, 30, distinct_ids=True)
     assert promised.capacity == 32 < dg.plan(layer.cfg, 30, distinct_ids=False).capacity
+    with pytest.raises(ValueError, match=r"plan.capacity=32: .* at least 60 .*distinct_ids=True"):
+        layer(x, ids, plan=dg.plan(layer.cfg, 30))
     got = layer(x, ids, plan=promised)
     assert np.isnan(f64(got[16:20])).all()
     kept = np.r_[:16, 20:30]

@@ -77,6 +77,26 @@ MISTAKES = {
         ValueError,
         "fused=True: not with backend='xla'",
     ),
+    "rows are a string": (
+        lambda: dataclasses.replace(dg.plan(CFG, 5), rows="a"),
+        TypeError,
+        "Plan.rows='a': must be an int",
+    ),
+    "capacity is negative": (
+        lambda: dataclasses.replace(dg.plan(CFG, 5), capacity=-8),
+        ValueError,
+        "Plan.capacity=-8: must be at least 0",
+    ),
+    "plan's backend is unknown": (
+        lambda: dataclasses.replace(dg.plan(CFG, 5), backend="nope"),
+        ValueError,
+        "Plan.backend='nope'",
+    ),
+    "fused is a string": (
+        lambda: dataclasses.replace(dg.plan(CFG, 5), fused="yes"),
+        TypeError,
+        "Plan.fused='yes': must be a bool",
+    ),
     "layout is unknown": (
         lambda: dataclasses.replace(dg.plan(CFG, 5), layout="compact"),
         ValueError,
