@@ -7,13 +7,15 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dgmoe_jax import backends
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Plan, dense, plan
 from dgmoe_jax.recipes import padded
+
+ANY_MEMORY = 2**62  # bytes free: slabs wherever they gain something
 
 
 @dataclass(frozen=True, order=True)
@@ -83,12 +85,12 @@ def gemms(cfg: MoEConfig, token_counts: Iterable[int], *, arch: str | None = Non
 
 
 def _plans(cfg: MoEConfig, num_tokens: int, arch: str) -> Iterator[Plan]:
-    decision = plan(cfg, num_tokens, arch=arch)
+    decision = plan(cfg, num_tokens, arch=arch, free_bytes=ANY_MEMORY)
     if decision.backend != "deep_gemm" or num_tokens == 0:
         return
     yield decision
     if cfg.layout == "auto" and decision.layout == "masked":
-        yield plan(replace(cfg, layout="contiguous"), num_tokens, arch=arch)
+        yield plan(cfg, num_tokens, arch=arch)
 
 
 def warmup(
