@@ -68,7 +68,7 @@ def gemms(cfg: MoEConfig, token_counts: Iterable[int], *, arch: str | None = Non
 
     Raises: as `plan`.
     """
-    arch, found = arch or backends.current_arch(), set()
+    cfg, arch, found = cfg.as_grouped(), arch or backends.current_arch(), set()
     for num_tokens in sorted(set(token_counts)):
         for decision in _plans(cfg, num_tokens, arch):
             blocks = [(decision, cfg.num_experts, cfg.intermediate_size)]
