@@ -162,11 +162,14 @@ def grouped(
         def load(first, look_ahead, expert, row, live, column, paired):
             """Fills a slot a K step.
 
-            Whatever is shared, a block's slot receives the same operands in as many copies, and
-            its `full` counts their bytes: half of a shared operand comes from the peer, which may
-            send it before this block expects it, though not before all four warpgroups of the
-            cluster have freed the slot: `empty` counts them in both blocks. Both blocks look at
-            the same pair of tiles, so they agree on what is shared and take as many steps.
+            Whatever is shared, a block's slot receives the same operands in as many copies, and its
+            two `full` barriers expect all their bytes. Half of a shared operand comes from the
+            peer, perhaps before this block expects it: the phase stays open, for its own arrivals
+            are missing. It never comes before the slot is free, since `empty` counts all four
+            computing warpgroups of the cluster in either block; nor a phase early, since they free
+            a slot after they saw it full. Both blocks look at the same pair of tiles: they agree on
+            what is shared and on the number of steps. Of their own tiles' tokens they load as many
+            as each has: 64 or 128 rows.
             """
             slab, groups = lax.div(row, slab_rows), halves(column)
             following = look_ahead()
