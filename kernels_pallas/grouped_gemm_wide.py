@@ -7,8 +7,9 @@ activate and quantise them. The sums are those of `grouped_gemm`, bit for bit: t
 the same order, each times the product of both scales, added in f32.
 
 A cluster of two blocks does two tiles' worth of work a turn and loads what both need once: the
-weights, which are the larger operand, where tiles 2i and 2i + 1 have the same expert and each block
-takes one of them; otherwise the tokens, where the blocks take neighbouring columns of one tile.
+weights, which are the larger operand, where tiles 2i and 2i + 1 have the same expert and more than
+64 rows, and each block takes one of them; otherwise the tokens, where the blocks take neighbouring
+columns of one tile.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ def grouped(
                 there = jnp.minimum(other, tiles.shape[1] - 1)
                 # Read whether they are wanted or not: no read then waits for another.
                 other_expert, other_row, other_live = (tiles_ref[i, there] for i in range(3))
-                paired = (there == other) & (other_expert == expert)
+                # A block with 64 rows or fewer would wait for one with more at every K step.
+                many = jnp.minimum(live, other_live) > _WGMMA_ROWS
+                paired = (there == other) & (other_expert == expert) & many
                 mine = ~paired | (odd == peer)
                 row, live = jnp.where(mine, row, other_row), jnp.where(mine, live, other_live)
                 column = jnp.where(paired, odd * units + unit, column)
@@ -168,8 +171,7 @@ def grouped(
             are missing. It never comes before the slot is free, since `empty` counts all four
             computing warpgroups of the cluster in either block; nor a phase early, since they free
             a slot after they saw it full. Both blocks look at the same pair of tiles: they agree on
-            what is shared and on the number of steps. Of their own tiles' tokens they load as many
-            as each has: 64 or 128 rows.
+            what is shared and on the number of steps.
             """
             slab, groups = lax.div(row, slab_rows), halves(column)
             following = look_ahead()
@@ -203,14 +205,14 @@ def grouped(
                 lax.fori_loop(0, k_steps, body, None)
 
             axes = None if interpret else "peer"
-            ways = [
-                functools.partial(steps, rows, *shared)
-                for shared in (((None, axes), (axes, None)) if cluster > 1 else ((None, None),))
-                for rows in (_WGMMA_ROWS, ROWS)
-            ]
-            if len(ways) == 2:
-                paired = 0
-            lax.switch(2 * jnp.int32(paired) + (live > _WGMMA_ROWS).astype(I32), ways)
+            alone = axes if cluster > 1 else None
+            few, many = (functools.partial(steps, n, None, alone) for n in (_WGMMA_ROWS, ROWS))
+            way = (live > _WGMMA_ROWS).astype(I32)
+            if cluster > 1 and config.pair:  # of many rows each
+                pairs = functools.partial(steps, ROWS, axes, None)
+                lax.switch(way + paired.astype(I32), [few, many, pairs])
+            else:
+                lax.cond(way, many, few)
             return following
 
         def tokens(slot, start):
