@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dgmoe_jax.kernels_pallas import act_quant, grouped_gemm
+from conftest import same_bits
+from dgmoe_jax.kernels_pallas import act_quant, grouped_gemm, grouped_gemm_wide
 from dgmoe_jax.kernels_pallas._common import Registers
 from dgmoe_jax.kernels_pallas.grouped_gemm import (
     TILES,
@@ -121,6 +122,7 @@ def by_slab_rows(scales, layout) -> np.ndarray:
 def few_sms(monkeypatch):
     """Blocks that walk several tiles; it makes interpret mode faster, too."""
     monkeypatch.setattr(grouped_gemm, "_SMS", 2)
+    monkeypatch.setattr(grouped_gemm_wide, "_SMS", 2)
 
 
 # Interpret mode takes some seconds a case. The ring of stages is short: it wraps within a tile and
@@ -193,6 +195,82 @@ def test_fused_interpreted(recipe, config, counts, alignment, capacity, fused, f
         )
 
 
+WIDE = grouped_gemm_wide.Config()
+IN_BF16 = SILU._replace(quantized=False)
+
+
+def both(layout, operands, fused=None, *, config=WIDE, tile_config=None, interpret=False):
+    """What the wide kernel and `grouped` make of the same tiles of 128 rows."""
+    keywords = {**layout.keywords, "fused": fused, "interpret": interpret}
+    if tile_config is None:
+        tile_config = choose_config(128, operands[2].shape[1], fused=fused is not None)
+    operands = jax.tree.map(jnp.asarray, operands)
+    got = grouped_gemm_wide.grouped(*operands, **keywords, config=config)
+    want = grouped(*operands, **keywords, config=tile_config)
+    return [[np.asarray(x) for x in out] for out in (got, want)]
+
+
+def assert_same_rows(layout, got, want) -> None:
+    same_bits(got[0][layout.live], want[0][layout.live])
+    for got_scales, want_scales in zip(got[1:], want[1:], strict=True):
+        rows = [by_slab_rows(scales, layout)[layout.live] for scales in (got_scales, want_scales)]
+        same_bits(*rows)
+
+
+def with_any_scales(operands, seed=1):
+    """With scales that make every sum round, however exact the products are."""
+    a, a_scales, b, b_scales, tiles = operands
+    if a_scales is None:
+        return operands
+    rng = np.random.default_rng(seed)
+    dead = ~(a_scales < 1e30)
+    drawn = rng.standard_normal(a_scales.shape, np.float32)
+    b_scales = rng.standard_normal(b_scales.shape, np.float32)
+    return a, np.where(dead, a_scales, drawn), b, b_scales, tiles
+
+
+# A pair of tiles of more than 64 rows of one expert shares its weights: 200 rows are one.
+@pytest.mark.parametrize(
+    ("recipe", "config", "counts", "alignment", "capacity", "fused"),
+    [
+        ("fp8", WIDE._replace(stages=2), [200, 0, 0, 70], 16, None, None),
+        ("fp8", WIDE._replace(stages=3, pair=False), [5, 0, 129, 0], 32, 256, None),
+        ("fp8", WIDE._replace(stages=2, cluster=1), [0, 65, 3, 0], 8, None, None),
+        ("bf16", WIDE._replace(stages=2), [200, 0, 3, 0], 128, 256, None),
+        ("fp8", WIDE._replace(stages=2), [130, 200, 0, 5], 8, None, SILU),
+        ("fp8", WIDE._replace(stages=3), [5, 129, 0, 0], 64, 256, SILU._replace(ue8m0=True)),
+        ("bf16", WIDE._replace(stages=2), [70, 0, 0, 3], 32, None, IN_BF16),
+    ],
+)
+def test_wide_interpreted(recipe, config, counts, alignment, capacity, fused, few_sms):
+    layout = Layout(counts, 128, alignment, capacity)
+    operands = problem(recipe, layout, 512, 256, exact=True, poison=3e38)
+    tile_config = Config(256 if fused else 128, (128,), 2)
+    got, want = both(
+        layout,
+        with_any_scales(operands),
+        fused,
+        **{"config": config, "tile_config": tile_config, "interpret": True},
+    )
+    assert_same_rows(layout, got, want)
+
+
+@pytest.mark.parametrize("fused", [None, SILU])
+def test_wide_writes_the_rows_it_owns(fused, few_sms):
+    layout = Layout([3, 0, 72, 0], 128, 8, 136)
+    a, *others = problem("fp8", layout, 512, 128, exact=True, poison=1.0)
+    a = np.where(np.isnan(a.astype(np.float32)), 1, a).astype(a.dtype)
+    run = functools.partial(grouped_gemm_wide.grouped, config=WIDE, fused=fused, interpret=True)
+    out = run(*jax.tree.map(jnp.asarray, [a, *others]), **layout.keywords)
+    values = np.asarray(out[0]).astype(np.float32)
+    assert np.isfinite(values[layout.owned]).all()
+    assert np.isnan(values[~layout.owned]).all()  # what memory reads as before it is written
+    if fused:
+        scales = by_slab_rows(out[1], layout)
+        assert np.isfinite(scales[layout.owned]).all()
+        assert np.isnan(scales[~layout.owned]).all()
+
+
 def shapes(recipe: str, m: int, n: int, k: int, slabs: int = 1):
     struct, dtype = jax.ShapeDtypeStruct, DTYPES[recipe]
     a_scales = b_scales = None
@@ -239,6 +317,19 @@ def test_fused_lowers_for_cuda(recipe, activation, params, group):
     )
     # No rows to spare: the widest copy is larger than its array.
     assert mosaic_kernels(run, shapes(recipe, 8, 512, 256)) == 1
+
+
+@every_recipe
+@pytest.mark.parametrize(("n", "k"), [(4096, 7168), (7168, 2048), (1536, 2048), (256, 128)])
+def test_wide_lowers_for_cuda(recipe, n, k):
+    config = grouped_gemm_wide.choose_config(n)
+    fusions = (None, SILU, IN_BF16) if n % 512 == 0 else (None,)
+    for fused in fusions:
+        run = functools.partial(
+            grouped_gemm_wide.grouped,
+            **{"alignment": 16, "slabs": 4, "config": config, "fused": fused, "interpret": False},
+        )
+        assert mosaic_kernels(run, shapes(recipe, 512, n, k, slabs=4)) == 1
 
 
 def test_tiles_hold_balanced_experts():
@@ -315,6 +406,28 @@ def test_fused_is_the_unfused_on_gpu(recipe, group, capacity, tile, inter, k):
     np.testing.assert_array_equal(
         by_slab_rows(got[1], layout)[layout.live], by_slab_rows(want_scales, layout)[layout.live]
     )
+
+
+@needs_gpu
+@every_recipe
+@pytest.mark.parametrize("fused", [None, SILU, IN_BF16])
+@pytest.mark.parametrize(
+    ("config", "counts", "alignment", "capacity"),
+    [
+        (WIDE, [200, 0, 64, 385], 8, None),
+        (WIDE, [256, 65, 0, 300], 16, 384),
+        (WIDE._replace(stages=3), [0, 128, 1, 256], 128, None),
+        (WIDE._replace(pair=False), [0, 0, 1025, 0], 32, None),
+        (WIDE._replace(cluster=1), [200, 63, 0, 7], 64, 256),
+        (WIDE._replace(turns=True), [200, 64, 0, 1], 16, 256),
+    ],
+)
+@pytest.mark.parametrize(("n", "k"), [(1536, 2048), (512, 128)])
+def test_wide_is_the_other_on_gpu(recipe, n, k, config, counts, alignment, capacity, fused):
+    layout = Layout(counts, 128, alignment, capacity)
+    operands = problem(recipe, layout, n, k, exact=False, poison=3e38)
+    got, want = both(layout, with_any_scales(operands), fused, config=config)
+    assert_same_rows(layout, got, want)
 
 
 @every_recipe
