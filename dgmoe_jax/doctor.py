@@ -7,7 +7,6 @@ import itertools
 import os
 import platform
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,7 +38,10 @@ def examine() -> dict[str, Any]:
     compiler = _output(os.environ.get("CXX", "c++").split()[0], "--version")
     nvcc = _output(os.environ.get("DG_JIT_NVCC_COMPILER") or _nvcc(), "--version")
     machine |= {"C++ compiler": compiler and compiler[0], "nvcc": nvcc and nvcc[-2]}
-    machine["caches"] = "; ".join(map(_folder, kernel_cache.directories()))
+    machine["caches"] = "; ".join(
+        f"{path}, {kernel_cache.size_bytes(path) / 1e6:.1f} MB"
+        for path in kernel_cache.directories()
+    )
     runs, on_gpu = [], False
     if not machine["devices of JAX"].startswith("none"):
         on_gpu = backends.current_arch() != "cpu"
@@ -96,11 +98,6 @@ def _output(*command: str) -> list[str] | None:
 def _nvcc() -> str:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return f"{home}/bin/nvcc" if home else "nvcc"
-
-
-def _folder(path: Path) -> str:
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return f"{path}, {size / 1e6:.1f} MB"
 
 
 def _install(machine: dict[str, str | None], on_gpu: bool) -> str | None:

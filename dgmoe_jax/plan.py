@@ -137,13 +137,8 @@ def plan(
     expected_rows = num_tokens * top_k / cfg.num_experts
     backend, reason = _backend(cfg, arch, expected_rows, asked)
 
-    promised = distinct_ids is True
-    # A hash table may name an expert twice.
-    tight = promised or (distinct_ids is None and cfg.router.selection == "scores")
-
     def laid_out(layout: str) -> Plan:
-        made = _laid_out(cfg, num_tokens, top_k, layout, backend, tight)
-        return replace(made, distinct_ids=promised)
+        return _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids)
 
     if cfg.layout != "auto":
         chosen, why = laid_out(cfg.layout), "layout as asked"
@@ -189,11 +184,13 @@ def _layout(cfg, backend, expected_rows, laid_out, budget, fraction) -> tuple[Pl
     return masked, "masked measured faster"
 
 
-def _laid_out(cfg, num_tokens, top_k, layout, backend, tight) -> Plan:
+def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
     assignments = num_tokens * top_k
     expected_rows = assignments / cfg.num_experts
     alignment, tile, fused = tiling(expected_rows, backend, cfg.recipe)
     if layout == "masked":
+        # A hash table may name an expert twice.
+        tight = cfg.router.selection == "scores" if distinct_ids is None else distinct_ids is True
         multiple = MASKED_MULTIPLE if backend in ("deep_gemm", "emulator") else tile
         capacity = layouts.masked_capacity(num_tokens, top_k, multiple, distinct_ids=tight)
         rows = cfg.num_experts * capacity
@@ -207,7 +204,7 @@ def _laid_out(cfg, num_tokens, top_k, layout, backend, tight) -> Plan:
         tile=tile,
         fused=fused,
         expected_m=-(-assignments // cfg.num_experts),
-        distinct_ids=False,
+        distinct_ids=distinct_ids is True,
         workspace_bytes=_workspace_bytes(
             cfg, num_tokens, assignments, rows, tile, fused, backend, layout
         ),

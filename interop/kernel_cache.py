@@ -81,9 +81,9 @@ def directories():
     return bridge._cache_dir(), bridge.kernel_cache_dir()
 
 
-def size_bytes():
-    """Bytes of the shims and kernels."""
-    files = {path for root in directories() for path in root.rglob("*") if path.is_file()}
+def size_bytes(*roots):
+    """Bytes of all files below; of the shims and kernels where no root is named."""
+    files = {path for root in roots or directories() for path in root.rglob("*") if path.is_file()}
     return sum(path.stat().st_size for path in files)
 
 

@@ -1,9 +1,9 @@
 // Sits between jax-tvm-ffi and DeepGEMM's TVM-FFI functions, because jax-tvm-ffi can neither
 // transpose a view, nor hand over optional arguments, nor move torch's current stream, which is
-// the one that DeepGEMM launches on. Built by deep_gemm.py: with DGMOE_CUDA against torch's c10,
+// the one that DeepGEMM launches on. Built by bridge.py: with DGMOE_CUDA against torch's c10,
 // without it for the CPU emulator, which gets the same arguments in the same order.
 //
-// Every function takes the one path of Call. What differs is data, made by deep_gemm.py.
+// Every function takes the one path of Call. What differs is data, made by bridge.py.
 
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>

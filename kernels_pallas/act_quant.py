@@ -10,8 +10,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, FP8, I32, Registers, launch
-from .quant import GROUP, check_group, quantize_tile, row_layout, tile_rows
+from ._common import BF16, F32, I32, Registers, launch
+from .quant import (
+    GROUP,
+    check_group,
+    quantize_tile,
+    quantized_type,
+    row_layout,
+    tile_rows,
+)
 
 LOG2E = math.log2(math.e)
 # Rows of a step, and the blocks that there should be before one takes more than one step.
@@ -80,9 +87,10 @@ def act_quant(
             first = lax.rem(rows.start, capacity)
             scales_ref[lax.div(rows.start, capacity), g, pl.ds(first, rows.size)] = scales
 
+    values_type, scales_type = quantized_type(m, groups * GROUP, slabs)
     out_types = (
-        jax.ShapeDtypeStruct((m, groups, GROUP), FP8),
-        jax.ShapeDtypeStruct((slabs, groups, pl.cdiv(capacity, 4) * 4), F32),
+        values_type.update(shape=(m, groups, GROUP)),
+        scales_type.update(shape=(slabs, groups, scales_type.shape[1])),
     )
     rule = tile, alignment, activation, params
     values, scales = _gated(store, gateup, tiles, *rule, out_types, interpret)

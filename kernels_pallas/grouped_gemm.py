@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, interpreter, spread_rows
 from .act_quant import ACTIVATIONS
-from .quant import check_group, quantize_tile
+from .quant import check_group, quantize_tile, quantized_type
 
 GROUP = 128  # values that share a scale: along K in a, along N and K in b
 ALIGNMENTS = (8, 16, 32, 64, 128)
@@ -218,13 +218,10 @@ def grouped(
     (m, k), n, columns = a.shape, b.shape[1], config.columns
     out_columns = n // 2 if fused else n
     quantized = fused is not None and fused.quantized
+    out_types = output_types(m, out_columns, slabs, fused)
     if quantized:
-        out_types = (
-            jax.ShapeDtypeStruct((m, out_columns // GROUP, GROUP), FP8),
-            jax.ShapeDtypeStruct((slabs * out_columns // GROUP, -(-m // slabs // 4) * 4), F32),
-        )
-    else:
-        out_types = (jax.ShapeDtypeStruct((m, out_columns), BF16),)
+        by_group = (m, out_columns // GROUP, GROUP)
+        out_types = (out_types[0].update(shape=by_group), out_types[1])
     if m == 0 or tiles.shape[1] == 0:
         return _outputs([jnp.zeros(t.shape, t.dtype) for t in out_types], m, out_columns)
     scaled, most = a_scales is not None, config.widths[-1]
@@ -557,6 +554,15 @@ def grouped(
         interpret=interpreter() if interpret else False,
     )(*operands)
     return _outputs(out, m, out_columns)
+
+
+def output_types(
+    m: int, columns: int, slabs: int, fused: Fused | None
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a grouped GEMM returns: quantised values and their scales, or bf16."""
+    if fused is not None and fused.quantized:
+        return quantized_type(m, columns, slabs)
+    return (jax.ShapeDtypeStruct((m, columns), BF16),)
 
 
 def _outputs(out, *shape: int) -> tuple[Array, ...]:

@@ -30,7 +30,7 @@ from jaxlib.mlir.dialects import llvm
 
 from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, interpreter, vector
 from .act_quant import ACTIVATIONS
-from .grouped_gemm import GROUP, Fused, _outputs, _pad_to
+from .grouped_gemm import GROUP, Fused, _outputs, _pad_to, output_types
 from .quant import quantize_tile
 
 ROWS, COLUMNS = 128, 2 * GROUP  # of a tile
@@ -76,13 +76,7 @@ def grouped(
     (m, k), n = a.shape, b.shape[1]
     out_columns = n // 2 if fused else n
     quantized = fused is not None and fused.quantized
-    if quantized:
-        out_types = (
-            jax.ShapeDtypeStruct((m, out_columns), FP8),
-            jax.ShapeDtypeStruct((slabs * out_columns // GROUP, -(-m // slabs // 4) * 4), F32),
-        )
-    else:
-        out_types = (jax.ShapeDtypeStruct((m, out_columns), BF16),)
+    out_types = output_types(m, out_columns, slabs, fused)
     if m == 0 or tiles.shape[1] == 0:
         return _outputs([jnp.zeros(t.shape, t.dtype) for t in out_types], m, out_columns)
     scaled = a_scales is not None

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, FP8, I32, Registers, for_pieces, launch
-from .quant import GROUP, check_group, quantize_tile, row_layout
+from ._common import BF16, F32, I32, Registers, for_pieces, launch
+from .quant import GROUP, check_group, quantize_tile, quantized_type, row_layout
 
 STEP = 8  # groups of a token's row that a block moves: 16 bytes of bf16 a thread
 
@@ -45,9 +45,12 @@ def permute(
     if rows % slabs:
         raise ValueError(f"rows={rows} must be a multiple of slabs={slabs}")
     groups, capacity, k = width // GROUP, rows // slabs, src2dst.shape[1]
-    out_types = [jax.ShapeDtypeStruct((rows, groups, GROUP), FP8 if scaled else BF16)]
+    values_type, scales_type = quantized_type(rows, width, slabs)
     if scaled:
-        out_types.append(jax.ShapeDtypeStruct((slabs, groups, pl.cdiv(capacity, 4) * 4), F32))
+        scales_type = scales_type.update(shape=(slabs, groups, scales_type.shape[1]))
+        out_types = (values_type.update(shape=(rows, groups, GROUP)), scales_type)
+    else:
+        out_types = (jax.ShapeDtypeStruct((rows, groups, GROUP), BF16),)
 
     def move(x_ref, src2dst_ref, values_ref, *scales_ref):
         token, column = lax.axis_index("t"), lax.axis_index("g")
@@ -79,7 +82,7 @@ def permute(
     else:
         out = launch(
             move,
-            tuple(out_types),
+            out_types,
             # A column of all tokens at a time: 384 us for 16384 x 7168 to 8 rows each, against 446,
             # of which the scales' scattered 4 bytes are 70 and 134.
             grid={"g": pl.cdiv(groups, STEP), "t": t},

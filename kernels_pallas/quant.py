@@ -59,8 +59,11 @@ def check_group(group: int) -> None:
         raise NotImplementedError(f"group={group}: the Pallas kernels quantise groups of 128")
 
 
-def quantized_type(m: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    scales = jax.ShapeDtypeStruct((k // GROUP, -(-m // 4) * 4), F32)
+def quantized_type(
+    m: int, k: int, slabs: int = 1
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """values [M, K], scales [slabs * K / 128, S], S = M / slabs rounded up to 4."""
+    scales = jax.ShapeDtypeStruct((slabs * (k // GROUP), -(-(m // slabs) // 4) * 4), F32)
     return jax.ShapeDtypeStruct((m, k), FP8), scales
 
 
