@@ -163,7 +163,7 @@ def route(
                 copies = expert_map.shape[0]
                 listed = [refs["expert_map"][lax.rem(row, copies), expert] for row in each]
             write(top_k + shared, jnp.maximum(experts.by_row(listed), -1))
-            weights.append(jnp.full_like(weights[0], shared_weight))
+            weights.append(experts.full(shared_weight))
         if known:
             weights = [jnp.where(k, w, 0.0) for k, w in zip(known, weights, strict=True)]
         for slot, weight in enumerate(weights):
@@ -268,6 +268,12 @@ class _Experts:
         return functools.reduce(
             lambda out, r: jnp.where(row == r, filled[r], out), range(1, len(each)), filled[0]
         )
+
+    def full(self, value: float) -> Array:
+        """f32 [rows] of one value."""
+        if self.one_row:
+            return jnp.full((), value, F32)
+        return self.regs.cast(jnp.full(self.shape[:1], value, F32), self.layout.reduce(1))
 
     def without_repeats(self, parts: list[Array], instead: float) -> list[Array]:
         if len(parts) == 1:

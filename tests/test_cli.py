@@ -279,7 +279,8 @@ def test_processes_that_come_at_once_compile_once_and_later_ones_nothing(stand_i
 
     def warm(found, processes=2):
         given = json.dumps([dataclasses.asdict(gemm) for gemm in found])
-        return python("-c", WARM, given, processes, PYTHONPATH=str(stand_in))
+        path = os.pathsep.join(filter(None, [str(stand_in), os.environ.get("PYTHONPATH")]))
+        return python("-c", WARM, given, processes, PYTHONPATH=path)
 
     first, second = map(json.loads, outputs(warm(todo), warm(todo)))
     if second["new"]:

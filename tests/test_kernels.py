@@ -542,6 +542,27 @@ def test_route_lowers_for_cuda():
         assert custom_calls(fn, ((t, e), F32), ((e,), F32) if biased else None) == 1
 
 
+@pytest.mark.parametrize("t", [1, 3, 9])
+@pytest.mark.parametrize("copies", [0, 1, 2])
+@pytest.mark.parametrize("valid", [False, True])
+@pytest.mark.parametrize("by_hash", [False, True])
+def test_route_lowers_for_cuda_with_every_option(t, copies, valid, by_hash):
+    def fn(logits, token_ids, hash_table, valid, expert_map):
+        kwargs = {"token_ids": token_ids, "hash_table": hash_table, "valid": valid}
+        kwargs |= {"num_groups": 1, "top_groups": 1, "renormalize": True, "scoring": "sigmoid"}
+        kwargs |= {"expert_map": expert_map, "fused_shared_experts": 2, "shared_weight": 0.4}
+        return route(logits, None, top_k=4, **kwargs)
+
+    shapes = [
+        ((t, 60), F32),
+        ((t,), I32) if by_hash else None,
+        ((99, 4), I32) if by_hash else None,
+        ((t,), jnp.bool_) if valid else None,
+        ((copies, 62), I32) if copies else None,
+    ]
+    assert custom_calls(fn, *shapes) == 1
+
+
 def test_route_refuses():
     kwargs = {"num_groups": 1, "top_groups": 1, "renormalize": True}
     with pytest.raises(ValueError, match=r"top_k=5.*4"):
@@ -564,6 +585,7 @@ def test_no_tokens():
     assert unpermute(rows, none, jnp.zeros((0, 2)), None, scaling_factor=1.0).shape == (0, 128)
 
 
+@pytest.mark.skipif(not INTERPRET, reason="of interpret mode")
 def test_missing_interpret_mode_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax._src.pallas.mosaic_gpu.interpret.params", None)
     with pytest.raises(NotImplementedError, match=r"0\.10\.2 and 0\.11\.2"):
