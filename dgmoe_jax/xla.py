@@ -152,7 +152,14 @@ def permute_index(
 
 
 def permute(
-    x: Array, src2dst: Array, *, rows: int, slabs: int, group: int | None, ue8m0: bool
+    x: Array,
+    src2dst: Array,
+    *,
+    rows: int,
+    slabs: int,
+    group: int | None,
+    ue8m0: bool,
+    packed: bool = False,
 ) -> tuple[Array, Array | None]:
     """x [T, K] bf16 -> rows in the experts' order: values [rows, K], scales [slabs * G, S].
 
@@ -163,7 +170,7 @@ def permute(
     dst2src = jnp.zeros(rows, jnp.int32).at[dst].set(tokens, mode="drop")
     if group is None:
         return x[dst2src], None
-    values, scales = quant(x, group=group, ue8m0=ue8m0)
+    values, scales = quant(x, group=group, ue8m0=ue8m0, packed=packed)
     return values[dst2src], _in_slabs(scales.T[dst2src], slabs)
 
 
@@ -175,18 +182,33 @@ def _in_slabs(scales: Array, slabs: int) -> Array:
     return scales.reshape(slabs * groups, -1)
 
 
-def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Array]:
-    """x [M, K] bf16 or f32 -> values [M, K] float8_e4m3fn, scales [K / group, M4] f32, MN-major.
+def quant(
+    x: Array, *, group: int = 128, ue8m0: bool = False, packed: bool = False
+) -> tuple[Array, Array]:
+    """x [M, K] bf16 or f32 -> values [M, K] float8_e4m3fn, scales [G, M4], MN-major, M up to 4s.
 
-    scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two.
-    A NaN or Inf leaves NaN in its group's values.
+    scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two. f32,
+    G = K / group; `packed`: exponents in int32, group 4 * j + i as byte i (the lowest first) of
+    word j, bytes past the last group 0. A NaN or Inf leaves NaN in its group's values, and 255 in
+    its exponent.
     """
+    if packed and not ue8m0:
+        raise ValueError("packed=True, ue8m0=False; only powers of two have exponents to be packed")
     groups = x.astype(F32).reshape(x.shape[0], x.shape[1] // group, group)
     scales = scale_of(jnp.max(jnp.abs(groups), axis=-1), 448.0, ue8m0)
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
     values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
-    return values.reshape(x.shape), _in_slabs(scales, 1)
+    return values.reshape(x.shape), _in_slabs(_packed(scales) if packed else scales, 1)
+
+
+def _packed(scales: Array) -> Array:
+    """Powers of two [M, G] f32 -> their exponents [M, ceil(G / 4)] int32."""
+    exponents = lax.bitcast_convert_type(scales, jnp.int32) >> 23
+    exponents = jnp.where(jnp.isnan(scales), 255, exponents)  # whatever the sign of the NaN
+    exponents = jnp.pad(exponents, ((0, 0), (0, -scales.shape[1] % 4)))
+    words = exponents.reshape(scales.shape[0], -1, 4) << (8 * jnp.arange(4, dtype=jnp.int32))
+    return jnp.sum(words, axis=-1, dtype=jnp.int32)
 
 
 def divide(x: Array, y: Array) -> Array:
@@ -251,12 +273,19 @@ def act_quant(
     slabs: int,
     activation: str,
     params: tuple,
+    keep_fp32: bool = True,
     group: int = 128,
     ue8m0: bool = False,
+    packed: bool = False,
 ) -> tuple[Array, Array]:
-    """gateup [M, 2I] bf16 -> values [M, I] fp8, scales [slabs * G, S]; f32 until quantised."""
-    m = gateup.shape[0]
-    values, scales = quant(_activate(gateup, activation, params), group=group, ue8m0=ue8m0)
+    """gateup [M, 2I] bf16 -> values [M, I] fp8, scales [slabs * G, S]; quantised as by `quant`.
+
+    `keep_fp32`: the product is f32 until it is quantised, instead of rounded to bf16 first.
+    """
+    m, product = gateup.shape[0], _activate(gateup, activation, params)
+    if not keep_fp32:
+        product = lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
+    values, scales = quant(product, group=group, ue8m0=ue8m0, packed=packed)
     return values, _in_slabs(scales[:, :m].T, slabs)
 
 
