@@ -24,8 +24,8 @@ _PALLAS = {
     "act": "act_quant:act",
     "act_quant": "act_quant:act_quant",
     "unpermute": "unpermute:unpermute",
-    "gemm": "grouped_gemm:gemm",
-    "gemm_act_quant": "grouped_gemm:gemm_act_quant",
+    "gemm": "gemm:gemm",
+    "gemm_act_quant": "gemm:gemm_act_quant",
 }
 
 
@@ -59,8 +59,8 @@ def get(step: str, backend: str) -> Callable:
 
 def pallas_tiling(expected_rows: float, *, fp8: bool) -> tuple[int, int, bool]:
     """(alignment, tile, fused) of our grouped GEMM for the rows an expert is expected to get."""
-    tile, alignment = _load("kernels_pallas.grouped_gemm:tile_for")(expected_rows, fp8=fp8)
-    return alignment, tile, _load("kernels_pallas.grouped_gemm:fuses")(expected_rows, fp8=fp8)
+    tile, alignment = _load("kernels_pallas.gemm:tile_for")(expected_rows, fp8=fp8)
+    return alignment, tile, _load("kernels_pallas.gemm:fuses")(expected_rows, fp8=fp8)
 
 
 def only_where_it_runs(x: Array, backend: str) -> Array:

@@ -22,13 +22,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, as_bf16, interpreter, spread_rows
+from ._common import _PARAMS, BF16, F32, I32, Registers, as_bf16, interpreter, spread_rows
 from .act_quant import ACTIVATIONS
-from .quant import Rule, quantize_tile, quantized_type, rule_of
+from .quant import Rule, quantize_tile, quantized_type
 
 GROUP = 128  # values that share a scale: along K in a, along N and K in b
-ALIGNMENTS = (8, 16, 32, 64, 128)
-TILES = (32, 64, 96, 128, 160, 192, 256)
 
 _ROW_BYTES = 128  # of K in a stage: the widest swizzle, 64 bf16 or 128 FP8 values
 _WGMMA_ROWS = 64
@@ -66,124 +64,6 @@ class Fused(NamedTuple):
         """What is quantised, from gate and up in f32 as `gemm` would write them."""
         product = ACTIVATIONS[self.activation](gate, up, *self.params, regs)
         return product if self.keep_fp32 else as_bf16(product)
-
-
-def gemm(
-    a: Array,
-    a_scales: Array | None,
-    b: Array,
-    b_scales: Array | None,
-    tiles: Array,
-    m_indices: Array | None = None,
-    masked_m: Array | None = None,
-    *,
-    alignment: int,
-    tile: int,
-    slabs: int,
-    expected_m: int,
-    interpret: bool = False,
-) -> Array:
-    """Rows of each tile times its expert's weights, accumulated in f32. Needs an SM90 GPU.
-
-    Args:
-      a: [M, K] bf16, or float8_e4m3fn with scales; K % 128 == 0, M % alignment == 0.
-      a_scales: [slabs * K / 128, S] f32, S = M / slabs rounded up to 4: row r, group g is
-        at [r // (M / slabs) * K / 128 + g, r % (M / slabs)]. None for bf16.
-      b: [E, N, K] of a's dtype, N % 128 == 0.
-      b_scales: [E, N / 128, K / 128] f32, one a 128 x 128 block. None for bf16.
-      tiles: [3, n] int32: expert (-1 from the first column without one on), first row, a multiple
-        of `alignment`, and number of live rows, 1 to `tile`.
-      m_indices, masked_m: what DeepGEMM reads instead of `tiles`; unused.
-      alignment: rows from the live ones up to its next multiple may be written, none beyond.
-      tile: most rows of a tile: a multiple of `alignment` and at most 256.
-      expected_m: DeepGEMM's, too: `tile` says it here.
-      interpret: run on a CPU, in Mosaic GPU interpret mode, where a jnp.dot stands for WGMMA.
-
-    Returns:
-      [M, N] bf16. Rows that no tile names are unspecified.
-
-    FP8: each 128 of K is a product of its own in the tensor cores, then multiplied by both scales
-    and added in f32 registers (the scheme of DeepGEMM, bit for bit).
-
-    Raises TypeError or ValueError for a dtype, shape or alignment that does not fit.
-    """
-    del m_indices, masked_m, expected_m
-    _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
-    config = choose_config(tile, b.shape[1])
-    operands = a, a_scales, b, b_scales, tiles
-    return grouped(*operands, alignment=alignment, slabs=slabs, config=config, interpret=interpret)[
-        0
-    ]
-
-
-def gemm_act_quant(
-    a: Array,
-    a_scales: Array | None,
-    b: Array,
-    b_scales: Array | None,
-    tiles: Array,
-    m_indices: Array | None = None,
-    masked_m: Array | None = None,
-    *,
-    alignment: int,
-    tile: int,
-    slabs: int,
-    expected_m: int,
-    activation: str,
-    params: tuple[float | None, ...],
-    keep_fp32: bool = True,
-    group: int | None = GROUP,
-    ue8m0: bool = False,
-    packed: bool = False,
-    interpret: bool = False,
-) -> tuple[Array, Array | None]:
-    """`act_quant` of `gemm`, bit for bit, without the round trip through memory.
-
-    As `gemm`, with b = [E, 2I, K], gate rows before up rows. The GEMM's result is rounded to bf16,
-    as `gemm` would write it; `activation`, `params`, `keep_fp32` and `ue8m0` are `act_quant`'s.
-    Returns values [M, I] float8_e4m3fn and scales [slabs * I / 128, S] f32; with group None,
-    `act`'s [M, I] bf16 and None. NotImplementedError for scales that `gemm` does not read: groups
-    of 32 and packed ones.
-    """
-    del m_indices, masked_m, expected_m
-    if group is not None and rule_of(group, ue8m0, packed) != Rule(ue8m0=ue8m0):
-        raise NotImplementedError(
-            f"group={group}, packed={packed}: the GEMM that follows reads f32 scales of groups of"
-            f" {GROUP}; `gemm` and `act_quant` write the others"
-        )
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
-    _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
-    if b.shape[1] % (2 * GROUP):
-        raise ValueError(f"b is {b.shape}; it must be [E, 2I, K], I % {GROUP} == 0")
-    fused = Fused(activation, tuple(params), group is not None, ue8m0, keep_fp32)
-    config = choose_config(tile, b.shape[1], fused=True)
-    operands = a, a_scales, b, b_scales, tiles
-    out = grouped(
-        *operands,
-        **{"alignment": alignment, "slabs": slabs, "config": config, "fused": fused},
-        interpret=interpret,
-    )
-    return out if fused.quantized else (out[0], None)
-
-
-def tile_for(expected_rows: float, *, fp8: bool) -> tuple[int, int]:
-    """(tile, alignment) for the rows expected per expert: one tile for the fullest of some hundred
-    experts under balanced routing, which reads weights once, as far as registers allow."""
-    del fp8  # Both keep 64 columns' sums of a tile in a warpgroup's registers.
-    fullest = expected_rows + 2.8 * expected_rows**0.5
-    tile = next((t for t in TILES if fullest <= t), TILES[-1])
-    return tile, 8 if tile == 32 else 16
-
-
-def fuses(expected_rows: float, *, fp8: bool) -> bool:
-    """Whether `gemm_act_quant` is faster than `gemm` and `act_quant`.
-
-    Its tile of 128 gate and 128 up columns needs twice the registers: on an H200 (E 256, H 7168,
-    I 2048, FP8) w13 took, fused, 1774 us at 4 rows an expert and 1910 at 32, no more than alone,
-    but 3680 at 128 against 2525.
-    """
-    return fp8 and expected_rows <= 40
 
 
 def choose_config(tile: int, n: int, *, fused: bool = False) -> Config:
@@ -609,38 +489,3 @@ def _parts(width: int, halves: int) -> list[tuple[int, int]]:
         return [(0, width)]
     first = -(-width // 32) * 16
     return [(0, first), (first, width - first)]
-
-
-def _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs) -> None:
-    if (a_scales is None) != (b_scales is None):
-        raise ValueError("a_scales and b_scales must both be given (FP8) or both be None (bf16)")
-    dtype = BF16 if a_scales is None else FP8
-    if a.ndim != 2 or b.ndim != 3 or a.shape[1] != b.shape[2]:
-        raise ValueError(f"a is {a.shape} and b {b.shape}; they must be [M, K] and [E, N, K]")
-    (m, k), (experts, n, _) = a.shape, b.shape
-    if k == 0 or k % GROUP or n == 0 or n % GROUP or experts == 0:
-        raise ValueError(
-            f"E, N, K are {experts}, {n}, {k}; N and K must be positive multiples of {GROUP}"
-        )
-    if alignment not in ALIGNMENTS or tile <= 0 or tile % alignment or tile > TILES[-1]:
-        raise ValueError(
-            f"alignment is {alignment} and tile {tile}; alignment must be one of {ALIGNMENTS}, and "
-            f"tile a multiple of it, at most {TILES[-1]}"
-        )
-    if slabs <= 0 or m % slabs or m // slabs % alignment:
-        raise ValueError(
-            f"{m} rows in {slabs} slabs: a slab must be a multiple of alignment={alignment}"
-        )
-    _expect("a", a, dtype, (m, k))
-    _expect("b", b, dtype, (experts, n, k))
-    _expect("tiles", tiles, I32, (3, tiles.shape[-1]))
-    if a_scales is not None:
-        _expect("a_scales", a_scales, F32, (slabs * k // GROUP, pl.cdiv(m // slabs, 4) * 4))
-        _expect("b_scales", b_scales, F32, (experts, n // GROUP, k // GROUP))
-
-
-def _expect(name: str, array: Array, dtype, shape: tuple[int, ...]) -> None:
-    if array.dtype != dtype:
-        raise TypeError(f"{name} has dtype {array.dtype}; it must be {jnp.dtype(dtype).name}")
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")

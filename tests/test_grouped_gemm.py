@@ -12,16 +12,13 @@ import pytest
 from conftest import same_bits
 from dgmoe_jax.kernels_pallas import act_quant, grouped_gemm, grouped_gemm_wide
 from dgmoe_jax.kernels_pallas._common import Registers
+from dgmoe_jax.kernels_pallas.gemm import TILES, gemm, gemm_act_quant, tile_for
 from dgmoe_jax.kernels_pallas.grouped_gemm import (
-    TILES,
     Config,
     Fused,
     choose_config,
-    gemm,
-    gemm_act_quant,
     grouped,
     most_stages,
-    tile_for,
 )
 from dgmoe_jax.kernels_pallas.quant import quantize_tile
 
@@ -234,7 +231,7 @@ def with_any_scales(operands, seed=1):
     ("recipe", "config", "counts", "alignment", "capacity", "fused"),
     [
         ("fp8", WIDE._replace(stages=2), [200, 0, 0, 70], 16, None, None),
-        ("fp8", WIDE._replace(stages=3, pair=False), [5, 0, 129, 0], 32, 256, None),
+        ("fp8", WIDE._replace(stages=3), [5, 0, 129, 0], 32, 256, None),
         ("fp8", WIDE._replace(stages=2, cluster=1), [0, 65, 3, 0], 8, None, None),
         ("bf16", WIDE._replace(stages=2), [200, 0, 3, 0], 128, 256, None),
         ("fp8", WIDE._replace(stages=2), [130, 200, 0, 5], 8, None, SILU),
@@ -290,7 +287,7 @@ def mosaic_kernels(run, operands) -> int:
 
 
 @every_recipe
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", [*TILES, 160, 192, 256])
 def test_every_tile_lowers_for_cuda(recipe, tile):
     run = functools.partial(gemm, alignment=8, tile=tile, slabs=1, expected_m=tile)
     assert mosaic_kernels(run, shapes(recipe, 4 * tile, 4096, 7168)) == 1
@@ -309,10 +306,11 @@ def test_every_shape_lowers_for_cuda(recipe, n, k):
     [("silu", (None,)), ("silu", (7.0,)), ("oai_swiglu", (1.7, 7.0)), ("situ", (2.0, 3.0))],
 )
 @pytest.mark.parametrize("group", [128, None])
-def test_fused_lowers_for_cuda(recipe, activation, params, group):
+@pytest.mark.parametrize("tile", [32, 128])
+def test_fused_lowers_for_cuda(recipe, activation, params, group, tile):
     run = functools.partial(
         gemm_act_quant,
-        **{"alignment": 8, "tile": 32, "slabs": 1, "expected_m": 4, "group": group},
+        **{"alignment": 8, "tile": tile, "slabs": 1, "expected_m": 4, "group": group},
         **{"activation": activation, "params": params},
     )
     # No rows to spare: the widest copy is larger than its array.
@@ -323,8 +321,7 @@ def test_fused_lowers_for_cuda(recipe, activation, params, group):
 @pytest.mark.parametrize(("n", "k"), [(4096, 7168), (7168, 2048), (1536, 2048), (256, 128)])
 def test_wide_lowers_for_cuda(recipe, n, k):
     config = grouped_gemm_wide.choose_config(n)
-    fusions = (None, SILU, IN_BF16) if n % 512 == 0 else (None,)
-    for fused in fusions:
+    for fused in (None, SILU, IN_BF16):
         run = functools.partial(
             grouped_gemm_wide.grouped,
             **{"alignment": 16, "slabs": 4, "config": config, "fused": fused, "interpret": False},
@@ -346,7 +343,7 @@ def test_tiles_hold_balanced_experts():
 @needs_gpu
 @every_recipe
 @pytest.mark.parametrize("capacity", [None, 320])
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", [*TILES, 160, 192, 256])
 @pytest.mark.parametrize(("n", "k"), [(1280, 640), (1536, 2048)])
 def test_every_tile_on_gpu(recipe, n, k, tile, capacity):
     tile_alignment = 8 if tile == 32 else 16
@@ -417,9 +414,9 @@ def test_fused_is_the_unfused_on_gpu(recipe, group, capacity, tile, inter, k):
         (WIDE, [200, 0, 64, 385], 8, None),
         (WIDE, [256, 65, 0, 300], 16, 384),
         (WIDE._replace(stages=3), [0, 128, 1, 256], 128, None),
-        (WIDE._replace(pair=False), [0, 0, 1025, 0], 32, None),
+        (WIDE, [0, 0, 1025, 0], 32, None),
         (WIDE._replace(cluster=1), [200, 63, 0, 7], 64, 256),
-        (WIDE._replace(turns=True), [200, 64, 0, 1], 16, 256),
+        (WIDE, [200, 64, 0, 1], 16, 256),
     ],
 )
 @pytest.mark.parametrize(("n", "k"), [(1536, 2048), (512, 128)])
