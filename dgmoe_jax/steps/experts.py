@@ -39,6 +39,7 @@ def activate(gateup: Array, rows: Rows, activation: Activation, fmt: Format, pla
         values = backends.get("act", plan.backend)(gateup, rows.tiles, **rule)
         return replace(rows, values=values)
     rule |= dict(slabs=plan.slabs, group=fmt.group[1], ue8m0=fmt.ue8m0)
+    rule["keep_fp32"] = activation.keep_fp32
     values, scales = backends.get("act_quant", plan.backend)(gateup, rows.tiles, **rule)
     return replace(rows, values=values, scales=scales)
 
@@ -53,6 +54,7 @@ def _gemm_and_activate(
         **_where(plan),
         activation=kind,
         params=params,
+        keep_fp32=activation.keep_fp32,
         group=fmt.group and fmt.group[1],
         ue8m0=fmt.ue8m0,
     )
