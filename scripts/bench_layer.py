@@ -41,7 +41,7 @@ import dgmoe_jax as dg
 
 CONTROLS = ("sglang", "gemms", "ragged_dot")
 DECODE_TOKENS = 64
-SCANNED_TOKENS = 1024
+SCANNED_TOKENS = DECODE_TOKENS
 COMPILE_SECONDS = 200
 COMMAND_BUFFER_TIMES = {
     "one_call_us": "one call",
