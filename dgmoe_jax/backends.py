@@ -59,8 +59,8 @@ def get(step: str, backend: str) -> Callable:
 
 def pallas_tiling(expected_rows: float, *, fp8: bool) -> tuple[int, int, bool]:
     """(alignment, tile, fused) of our grouped GEMM for the rows an expert is expected to get."""
-    tile, alignment = _load("kernels_pallas.gemm:tile_for")(expected_rows, fp8=fp8)
-    return alignment, tile, _load("kernels_pallas.gemm:fuses")(expected_rows, fp8=fp8)
+    tile, alignment = _load("kernels_pallas.gemm:tile_for")(expected_rows)
+    return alignment, tile, _load("kernels_pallas.gemm:fuses")(fp8=fp8)
 
 
 def only_where_it_runs(x: Array, backend: str) -> Array:

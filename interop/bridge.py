@@ -307,13 +307,17 @@ def _install(platform):
             # Before any stream guard: it brings up torch's side of the context that XLA uses.
             torch.cuda.init()
             templates = _templates(deep_gemm)
-            cores = _cores(deep_gemm, jax.local_device_count())
+            # The first GPU's library is the one that torch code in this process calls.
+            devices = sorted(device.local_hardware_id for device in jax.local_devices())
+            cores = _cores(deep_gemm, len(devices))
             libraries = [_library(core, templates) for core in cores]
         else:
             libraries = [_emulated_library()]
         shim = tvm_ffi.load_module(str(_build_shim(platform)))
-        for library in libraries:
-            shim.install(*library)
+        if len(libraries) == 1:
+            devices = [-1]
+        for library, device in zip(libraries, devices, strict=True):
+            shim.install(*library, device)
         _register(shim, platform, _EMULATED_TARGET if platform == "cpu" else _TARGET)
         _installed.add(platform)
 
@@ -465,12 +469,7 @@ def _passed_on(deep_gemm, name):
 
 
 def _cores(deep_gemm, count):
-    """The loaded ``_C``, and copies of it for the other devices, where each has state of its own.
-
-    Not run on two GPUs in this form: copies of 0.1.5, made by hand, gave right results on both.
-    Tests cover the symbol table and the shim's choice among stand-in libraries;
-    tests/test_bridge_gpu.py has the one for two GPUs.
-    """
+    """The loaded ``_C``, and copies of it for other devices, where each has state of its own."""
     path = pathlib.Path(deep_gemm.__file__).with_name("_C.so")
     if count == 1 or _copies_share_state(path):
         return [deep_gemm._C]

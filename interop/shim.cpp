@@ -47,11 +47,12 @@ struct Setting {
   Array<Any> initial;
 };
 
-// One loaded copy of DeepGEMM. Its compiled kernels belong to the first GPU that runs them.
+// One loaded copy of DeepGEMM. Its compiled kernels belong to the first GPU that runs them: with a
+// copy for each GPU, `device` is the copy's own; a library that is alone (-1) takes the first.
 struct Library {
   std::vector<Kernel> kernels;
   std::vector<Setting> settings;
-  int device = -1;
+  int device;
 };
 
 // Never destroyed: at exit the functions' owners, Python among them, are gone before this is.
@@ -61,8 +62,8 @@ std::vector<Library>& libraries = *new std::vector<Library>;
 // Python's: JAX and tvm-ffi both let go of it before they call.
 std::mutex mutex;
 
-void Install(Array<Array<Any>> kernels, Array<Array<Any>> settings) {
-  Library library;
+void Install(Array<Array<Any>> kernels, Array<Array<Any>> settings, int64_t device) {
+  Library library{{}, {}, static_cast<int>(device)};
   for (const Array<Any>& kernel : kernels)
     library.kernels.push_back({kernel[0].cast<Optional<Function>>(), kernel[1].cast<Array<int64_t>>(),
                                kernel[2].cast<Array<Any>>()});

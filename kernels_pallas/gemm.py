@@ -18,7 +18,7 @@ from .quant import Rule, rule_of
 
 ALIGNMENTS = (8, 16, 32, 64, 128)
 LARGEST_TILE = 256
-TILES = (32, 64, 96, grouped_gemm_wide.ROWS)
+TILES = (32, 64, grouped_gemm_wide.ROWS)
 """What `tile_for` chooses from."""
 
 
@@ -122,25 +122,24 @@ def _grouped(a, a_scales, b, b_scales, tiles, tile, fused, **keywords) -> tuple[
     return grouped_gemm.grouped(*operands, config=config, fused=fused, **keywords)
 
 
-def tile_for(expected_rows: float, *, fp8: bool) -> tuple[int, int]:
+def tile_for(expected_rows: float) -> tuple[int, int]:
     """(tile, alignment) for the rows expected per expert: one tile for the fullest of some hundred
-    experts under balanced routing, which reads weights once, up to the tile of the wide kernel."""
-    del fp8  # Both keep 64 columns' sums of a tile in a warpgroup's registers.
+    experts under balanced routing, which reads weights once, up to the tile of the wide kernel.
+
+    On an H200, w13, activation and w2 in FP8: with H 7168, I 2048, E 256, tiles of 64 took 2953 us
+    at 40 rows an expert and the wide kernel 2989, at 64 rows tiles of 96 3050 and the wide 3084;
+    with H 2048, I 768, E 128 they took 299 and 279, and 320 and 304.
+    """
     fullest = expected_rows + 2.8 * expected_rows**0.5
     tile = next((t for t in TILES if fullest <= t), TILES[-1])
     return tile, 8 if tile == 32 else 16
 
 
-def fuses(expected_rows: float, *, fp8: bool) -> bool:
-    """Whether `gemm_act_quant` is faster than `gemm` and `act_quant`.
-
-    In `grouped_gemm` a tile of 128 gate and 128 up columns needs twice the registers: on an H200
-    (E 256, H 7168, I 2048, FP8) w13 took, fused, 1774 us at 4 rows an expert and 1910 at 32, no
-    more than alone, but 3680 at 128 against 2525. In `grouped_gemm_wide` it needs no more: 7511 us
-    at 512 rows against 7802 alone, 4333 at 256 against 4137, 2013 at 64 against 2008.
-    """
-    wide = tile_for(expected_rows, fp8=fp8)[0] == grouped_gemm_wide.ROWS
-    return fp8 and (expected_rows <= 40 or wide)
+def fuses(*, fp8: bool) -> bool:
+    """Whether `gemm_act_quant` is faster than `gemm` and `act_quant`: 2953 us against 3024 at 40
+    rows in the first of those shapes; in the wide kernel w13 takes, fused, 7511 us at 512 rows and
+    7802 alone. bf16 products leave no registers for it."""
+    return fp8
 
 
 def _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs) -> None:

@@ -1017,7 +1017,7 @@ class StandIn:
         function = tvm_ffi.convert(self.launch)
         kernels = [(function, *bridge._numbered(f, f.tensors)) for f in bridge._FUNCTIONS.values()]
         self.library = kernels, settings
-        self.shim.install(*self.library)
+        self.shim.install(*self.library, -1)
         prefix = f"stand_in_{next(self.count)}_"
         bridge._register(self.shim, "cpu", prefix)
         monkeypatch.setattr(bridge, "_EMULATED_TARGET", prefix)
@@ -1114,8 +1114,14 @@ def test_threads_with_settings_of_their_own(stand_in):
 
 def test_each_device_has_a_library_of_its_own(stand_in):
     shim = stand_in.shim
-    shim.install(*stand_in.library)
-    assert [shim.library_index(device) for device in (3, 0, 3, 0)] == [0, 1, 0, 1]
+    for device in (3, 0):
+        shim.install(*stand_in.library, device)
+    assert [shim.library_index(device) for device in (0, 3, 0, 3)] == [2, 1, 2, 1]
+
+
+def test_a_library_that_is_alone_takes_the_first_device(stand_in):
+    shim = stand_in.shim
+    assert [shim.library_index(3) for _ in range(2)] == [0, 0]
     with pytest.raises(RuntimeError, match="GPU 3 and cannot run on GPU 5: use one process per"):
         shim.library_index(5)
 

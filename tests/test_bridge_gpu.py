@@ -1,6 +1,9 @@
 """The DeepGEMM bridge on a GPU gives the bits of the same call from torch, on the same bytes."""
 
+import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 
@@ -284,6 +287,38 @@ def test_two_gpus_in_one_process():
     for steps in outs.values():
         for ours in steps:
             np.testing.assert_array_equal(ours, theirs)
+
+
+RACE = """
+import sys
+import numpy as np
+import test_bridge_gpu as here
+name, seed = "m_grouped_bf16_gemm_nt_contiguous", int(sys.argv[1])
+given, keywords, live = here.operands(name, 1160, 1152, seed=seed)
+run, arrays = here.compiled(name, given, keywords)
+outs = [here.as_bytes(run(arrays))[0][live] for _ in range(100)]
+theirs = here.direct(name, given, keywords)[0][live]
+assert all((out == theirs).all() for out in outs)
+"""
+
+
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two GPUs")
+def test_a_process_for_each_gpu(tmp_path):
+    """They find an empty cache and compile the same kernels at once."""
+    caches = {name: str(tmp_path / name) for name in ("DG_JIT_CACHE_DIR", "DGMOE_JAX_CACHE_DIR")}
+    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    env = os.environ | caches | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(gpu)],
+            env=env | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for gpu in range(jax.local_device_count())
+    ]
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), errors
 
 
 def test_threads_with_settings_of_their_own():

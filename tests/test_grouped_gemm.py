@@ -334,7 +334,7 @@ def test_wide_lowers_for_cuda(recipe, n, k):
 
 def test_tiles_hold_balanced_experts():
     for rows in (0.5, 4, 32, 128, 500, 1e6):
-        tile, alignment = tile_for(rows, fp8=True)
+        tile, alignment = tile_for(rows)
         assert tile % alignment == 0 and tile in TILES
         assert tile >= min(rows, TILES[-1])
         for n, fused in ((4096, False), (4096, True), (1280, False)):
