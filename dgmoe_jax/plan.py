@@ -12,19 +12,23 @@ from dgmoe_jax import backends, layouts
 from dgmoe_jax.config import BACKENDS, MoEConfig
 from dgmoe_jax.recipes import RECIPES, RUNS_ON, TILE, Recipe, padded
 
-PALLAS_TO_ROWS = 40
-"""Rows expected per expert up to which `backend="auto"` takes our grouped GEMM on an H200.
+PALLAS_TO_ROWS, PALLAS_TO_HIDDEN = 96, 4096
+"""Where `backend="auto"` takes our grouped GEMM on an H200: up to so many rows expected per expert,
+and at any number of rows up to this hidden size, where w13's activation, which we fuse, takes a
+larger share of the time.
 
-bench/layer.jsonl has E 256, H 7168, I 2048, FP8: 114 us against DeepGEMM's 129 for 1 token, 1077
-against 1314 for 16. The GEMMs alone, with an earlier inner loop: w13, activation and w2 in 2884 us
-against 2923 without activation at 32 rows an expert, and 3911 against 3716 at 128."""
+bench/layer.jsonl, FP8, us, ours and DeepGEMM's: with H 7168, 2833 and 3079 at 32 rows an expert,
+4727 and 4472 at 128, 897 and 889 at 256, 13518 and 13470 at 512; with H 2048, 259 and 286 at 64
+rows, 876 and 963 at 512. The GEMMs alone, w13 with activation and w2, H 7168: 3073 us at 64 rows
+and 3143 without activation, 3206 at 96 and 3120. Sizes between 2048 and 7168 were not measured."""
 
-MASKED_ROWS = 0.5, 384
-"""Rows expected per expert between which DeepGEMM's masked GEMMs gain on its contiguous ones there.
+MASKED_FROM_ROWS = 0.5
+"""Rows expected per expert from which DeepGEMM's masked GEMMs gain on its contiguous ones there.
 
 Both at the static number of rows that a jitted program must have, w13 + w2, FP8 (bench/layer.jsonl,
-`gemms_layouts`): 136 us against 96 at 0.03, 1159 against 1259 at 0.5, 174 against 170 at 4, 365
-against 455 at 32, 203 against 251 at 64, 818 against 906 at 256, 720 against 700 at 512."""
+`gemms_layouts`): 136 us against 96 at 0.03, 1187 against 1312 at 0.5, 175 against 171 at 4, 365
+against 455 at 32, 199 against 252 at 64, 732 against 923 at 256, 646 against 699 at 512, 5085
+against 5190 at 2048."""
 
 MASKED_MULTIPLE = 128
 """DeepGEMM stores whole blocks, of 64 or 128 rows by its own choice: a slab must hold them, or the
@@ -169,10 +173,8 @@ def _layout(cfg, backend, expected_rows, laid_out, budget, fraction) -> tuple[Pl
     contiguous = laid_out("contiguous")
     if backend != "deep_gemm":
         return contiguous, "contiguous: this GEMM gains nothing from slabs"
-    least, most = MASKED_ROWS
-    if not least <= expected_rows <= most:
-        few_or_many = "few" if expected_rows < least else "many"
-        return contiguous, f"contiguous: slabs gain nothing with so {few_or_many} rows per expert"
+    if expected_rows < MASKED_FROM_ROWS:
+        return contiguous, "contiguous: slabs gain nothing with so few rows per expert"
     masked = laid_out("masked")
     if budget is None:
         return contiguous, "contiguous: how much memory slabs may take is not known (free_bytes)"
@@ -269,6 +271,8 @@ def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tu
         return "xla", f"'xla' runs everywhere and {arch} is no sm90 GPU"
     if expected_rows <= PALLAS_TO_ROWS:
         return "pallas", "our grouped GEMM measured fastest with few rows per expert"
+    if cfg.hidden_size <= PALLAS_TO_HIDDEN:
+        return "pallas", "our grouped GEMM measured fastest with rows this narrow"
     missing = backends.deep_gemm_unavailable() if asked else None
     if missing:
         warnings.warn(f"backend='auto' uses 'pallas': {missing}", stacklevel=4)

@@ -185,8 +185,13 @@ def test_plan_gives_slabs_a_share_of_the_memory_that_is_free():
 
 @every_recipe
 def test_plan_picks_the_kernels_measured_fastest_on_sm90_and_xla_elsewhere(recipe):
-    few, many = (dg.plan(config(recipe=recipe), t, arch="sm90") for t in (17, 65536))
-    assert (few.backend, many.backend) == ("pallas", "deep_gemm")
+    for count, hidden, backend in (
+        (17, 7168, "pallas"),
+        (65536, 7168, "deep_gemm"),
+        (65536, 2048, "pallas"),
+    ):
+        cfg = config(recipe=recipe, hidden_size=hidden)
+        assert dg.plan(cfg, count, arch="sm90").backend == backend
     for arch in ("cpu", "sm100", "gpu"):
         assert dg.plan(config(recipe=recipe), 17, arch=arch).backend == "xla"
     for backend in ("xla", "pallas", "deep_gemm"):
