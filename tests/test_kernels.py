@@ -234,8 +234,8 @@ def test_act(tiling, activation, params, poison):
 @pytest.mark.parametrize(
     ("tiling", "activation", "params", "rule"),
     [(TILINGS[0], *ACTIVATIONS[0], rule) for rule in RULES]
-    + [(TILINGS[0], *a, RULES[n]) for a in ACTIVATIONS[1:] for n in (0, 2, 5)]
-    + [(t, *ACTIVATIONS[1], RULES[n]) for t in TILINGS[1:] for n in (0, 2, 3, 5)],
+    + [(TILINGS[0], *a, RULES[n]) for a in ACTIVATIONS[1:] for n in (0, 5)]
+    + [(t, *ACTIVATIONS[1], RULES[n]) for t in TILINGS[1:] for n in (2, 3, 5)],
 )
 def test_act_quant(tiling, activation, params, rule):
     m, slabs, width = tiling[0], tiling[3], 640
