@@ -218,10 +218,8 @@ class Registers:
         """x / by, rounded correctly."""
         if self.interpret:  # XLA would multiply by the inverse of a constant
             return x / lax.optimization_barrier(jnp.full_like(x, by))
-        inverse = float(np.float32(1) / np.float32(by))
-        quotient = _quotient(x, by, inverse)
-        # Inf has no remainder, be it x or what overflowed.
-        return jnp.where(jnp.abs(x * inverse) < jnp.inf, quotient, x * inverse)
+        quotient = _quotient(x, by, float(np.float32(1) / np.float32(by)))
+        return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)  # Inf has no remainder
 
     def divide_rows(self, x: Array, by: Array, layout: plgpu.ParameterizedLayout) -> Array:
         """x [.., cols] / by [..], positive or NaN; rounded correctly. One row: a scalar."""

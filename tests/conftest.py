@@ -244,6 +244,7 @@ def random_ids(seed: int, count: int, top_k: int, experts: int) -> np.ndarray:
     jax.jit,
     static_argnames=(
         *("step", "backend", "num_experts", "rows", "capacity", "with_m_indices", "group", "ue8m0"),
+        *("packed", "keep_fp32"),
         *("alignment", "tile", "slabs", "expected_m", "activation", "params", "scaling_factor"),
     ),
 )
