@@ -30,7 +30,8 @@ class Routing:
 class Scaled:
     """Values [..., N, K] in `format`, with scales [..., N / group rows, K / group columns] f32.
 
-    An unscaled format has `scales=None`; a packed one stores K / packed elements a row.
+    An unscaled format has `scales=None`; a packed one stores K / packed elements a row. Where the
+    format packs scales they are [..., ceil(K / group columns / 4), N rounded up to 4] int32.
     """
 
     values: Array
@@ -69,10 +70,11 @@ class Rows:
     """Rows that a grouped GEMM reads, in either layout (`dgmoe_jax.layouts`).
 
     values [M, K]; scales [slabs * K / group, S] f32 or None, S = M / slabs rounded up to 4, stored
-    MN-major within a slab (what DeepGEMM reads through the transposed view); slabs is 1, or E in
-    the masked layout. tiles [3, N] int32: expert, first row and live rows of each tile. m_indices
-    [M] int32: expert of each row, -1 for padding (contiguous, and where it is read). masked_m [E]
-    int32: rows of each expert. What padding holds is unspecified and may be NaN.
+    MN-major within a slab (what DeepGEMM reads through the transposed view), or packed in int32,
+    [slabs * ceil(K / group / 4), S]; slabs is 1, or E in the masked layout. tiles [3, N] int32:
+    expert, first row and live rows of each tile. m_indices [M] int32: expert of each row, -1 for
+    padding (contiguous, and where it is read). masked_m [E] int32: rows of each expert. What
+    padding holds is unspecified and may be NaN.
     """
 
     values: Array

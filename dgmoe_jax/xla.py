@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dgmoe_jax.interop.scales import pack_ue8m0, unpack_ue8m0
 from dgmoe_jax.layouts import num_tiles
 from dgmoe_jax.tracing import vary_alike
 
@@ -152,7 +153,14 @@ def permute_index(
 
 
 def permute(
-    x: Array, src2dst: Array, *, rows: int, slabs: int, group: int | None, ue8m0: bool
+    x: Array,
+    src2dst: Array,
+    *,
+    rows: int,
+    slabs: int,
+    group: int | None,
+    ue8m0: bool,
+    packed: bool = False,
 ) -> tuple[Array, Array | None]:
     """x [T, K] bf16 -> rows in the experts' order: values [rows, K], scales [slabs * G, S].
 
@@ -163,30 +171,71 @@ def permute(
     dst2src = jnp.zeros(rows, jnp.int32).at[dst].set(tokens, mode="drop")
     if group is None:
         return x[dst2src], None
-    values, scales = quant(x, group=group, ue8m0=ue8m0)
-    return values[dst2src], _in_slabs(scales.T[dst2src], slabs)
+    values, scales = _quantise(x, group, ue8m0)
+    return values[dst2src], _in_slabs(scales[dst2src], slabs, packed)
 
 
-def _in_slabs(scales: Array, slabs: int) -> Array:
-    """[M, G] -> [slabs * G, S], S = M / slabs rounded up to 4: MN-major within a slab."""
+def _in_slabs(scales: Array, slabs: int, packed: bool) -> Array:
+    """[M, G] -> [slabs * G, S], S = M / slabs rounded up to 4: MN-major within a slab; or, `packed`
+    four along G in an int32, [slabs * ceil(G / 4), S]."""
     capacity, groups = scales.shape[0] // slabs, scales.shape[1]
-    scales = scales.reshape(slabs, capacity, groups).transpose(0, 2, 1)
-    scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -capacity % 4)))
-    return scales.reshape(slabs * groups, -1)
+    scales = scales.reshape(slabs, capacity, groups)
+    if packed:
+        # They are powers of two already: `round_up` only keeps Inf and NaN, as UE8M0's NaN.
+        scales = pack_ue8m0(scales, round_up=True)
+    else:
+        scales = jnp.pad(scales.transpose(0, 2, 1), ((0, 0), (0, 0), (0, -capacity % 4)))
+    return scales.reshape(slabs * scales.shape[1], scales.shape[2])
 
 
-def quant(x: Array, *, group: int = 128, ue8m0: bool = False) -> tuple[Array, Array]:
+def quant(
+    x: Array, *, group: int = 128, ue8m0: bool = False, packed: bool = False
+) -> tuple[Array, Array]:
     """x [M, K] bf16 or f32 -> values [M, K] float8_e4m3fn, scales [K / group, M4] f32, MN-major.
 
-    scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two.
+    scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two, and
+    `packed` stores four of those along K in an int32, [ceil(K / group / 4), M4].
     A NaN or Inf leaves NaN in its group's values.
     """
+    values, scales = _quantise(x, group, ue8m0)
+    return values, _in_slabs(scales, 1, packed)
+
+
+def _quantise(x: Array, group: int, ue8m0: bool) -> tuple[Array, Array]:
+    """values [M, K], scales [M, K / group] f32."""
     groups = x.astype(F32).reshape(x.shape[0], x.shape[1] // group, group)
     scales = scale_of(jnp.max(jnp.abs(groups), axis=-1), 448.0, ue8m0)
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
     values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
-    return values.reshape(x.shape), _in_slabs(scales, 1)
+    return values.reshape(x.shape), scales
+
+
+def spread(scales: Array, group: tuple[int, int], shape: tuple[int, ...]) -> Array:
+    """Scales per group (rows, columns) -> one per element of `shape`."""
+    for axis, size in zip((-2, -1), group, strict=True):
+        if size > 1:
+            scales = jnp.repeat(scales, size, axis=axis)
+            scales = lax.slice_in_dim(scales, 0, shape[axis], axis=scales.ndim + axis)
+    return scales
+
+
+def decode(values: Array, scales: Array | None, shares: tuple[int, int] | None) -> Array:
+    """values [.., N, K] (uint8: FP4, [.., N, K / 2]) times their scales -> [.., N, K] f32.
+
+    scales: f32, one for `shares` (rows, columns) of values; or int32, packed UE8M0, one for each
+    row and `shares[1]` columns; or None.
+    """
+    if values.dtype == jnp.uint8:
+        nibbles = jnp.stack([values & 0xF, values >> 4], axis=-1)
+        nibbles = nibbles.reshape(*values.shape[:-1], 2 * values.shape[-1])
+        values = lax.bitcast_convert_type(nibbles.astype(jnp.uint4), jnp.float4_e2m1fn)
+    values = values.astype(F32)
+    if scales is None:
+        return values
+    if scales.dtype == jnp.int32:
+        scales = unpack_ue8m0(scales, values.shape[-2], -(-values.shape[-1] // shares[1]))
+    return values * spread(scales, shares, values.shape)
 
 
 def divide(x: Array, y: Array) -> Array:
@@ -253,11 +302,11 @@ def act_quant(
     params: tuple,
     group: int = 128,
     ue8m0: bool = False,
+    packed: bool = False,
 ) -> tuple[Array, Array]:
     """gateup [M, 2I] bf16 -> values [M, I] fp8, scales [slabs * G, S]; f32 until quantised."""
-    m = gateup.shape[0]
-    values, scales = quant(_activate(gateup, activation, params), group=group, ue8m0=ue8m0)
-    return values, _in_slabs(scales[:, :m].T, slabs)
+    values, scales = _quantise(_activate(gateup, activation, params), group, ue8m0)
+    return values, _in_slabs(scales, slabs, packed)
 
 
 def _bits(x: Array) -> Array:
@@ -277,20 +326,29 @@ def gemm(
     tile: int,
     slabs: int,
     expected_m: int,
+    recipe_a: tuple[int, int] | None = (1, 128),
+    recipe_b: tuple[int, int] | None = (128, 128),
 ) -> Array:
     """a [M, K] x b [E, N, K] -> [M, N] bf16; a tile's rows use its expert's b, f32 accumulation.
+
+    recipe_a, recipe_b: (rows, columns) that share a scale, where there are scales: f32 ones, or
+    int32, packed UE8M0. b in uint8 is FP4.
 
     A loop over `tiles` that stops at the last real one; a tile's padding spills into rows that a
     later tile writes, or that nobody reads:
     `lax.ragged_dot` multiplies every row by every expert where it has no kernel of its own, and
     batched products copy an expert's weights once per tile.
     """
-    num_rows, n = a.shape[0], b.shape[1]
+    (num_rows, k), n = a.shape, b.shape[1]
     tail = tile - alignment + -num_rows % alignment
     a = jnp.pad(a, ((0, tail), (0, 0)))
     if a_scales is not None:
-        groups, capacity = a_scales.shape[0] // slabs, num_rows // slabs
-        a_scales = a_scales.reshape(slabs, groups, -1)[:, :, :capacity].transpose(0, 2, 1)
+        capacity, groups = num_rows // slabs, k // recipe_a[1]
+        a_scales = a_scales.reshape(slabs, -1, a_scales.shape[1])
+        if a_scales.dtype == jnp.int32:
+            a_scales = unpack_ue8m0(a_scales, capacity, groups)
+        else:
+            a_scales = a_scales[:, :, :capacity].transpose(0, 2, 1)
         a_scales = jnp.pad(a_scales.reshape(num_rows, groups), ((0, tail), (0, 0)))
     # Slices are cut from bits: XLA on a CPU would convert all of a float8 array to cut one.
     a_bits, b_bits = _bits(a), _bits(b)
@@ -302,11 +360,9 @@ def gemm(
         weights = lax.dynamic_index_in_dim(b_bits, expert, keepdims=False)
         weights = lax.bitcast_convert_type(weights, b.dtype)
         if a_scales is not None:
-            rows_scale = lax.dynamic_slice_in_dim(a_scales, first, tile)
-            rows = rows.astype(F32) * jnp.repeat(rows_scale, 128, axis=1)
-            weights_scale = lax.dynamic_index_in_dim(b_scales, expert, keepdims=False)
-            spread = jnp.repeat(jnp.repeat(weights_scale, 128, axis=0), 128, axis=1)
-            weights = weights.astype(F32) * spread
+            rows = decode(rows, lax.dynamic_slice_in_dim(a_scales, first, tile), recipe_a)
+            scales = lax.dynamic_index_in_dim(b_scales, expert, keepdims=False)
+            weights = decode(weights, scales, recipe_b)
         product = lax.dot_general(
             rows,
             weights,

@@ -71,6 +71,8 @@ def gemm(
     tile: int,
     slabs: int,
     expected_m: int,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> Array:
     """Rows of each tile times its expert's weights, accumulated in f32. Needs an SM90 GPU.
@@ -87,6 +89,7 @@ def gemm(
       alignment: rows from the live ones up to its next multiple may be written, none beyond.
       tile: most rows of a tile: a multiple of `alignment` and at most 256.
       expected_m: DeepGEMM's, too: `tile` says it here.
+      recipe_a, recipe_b: (rows, columns) that share a scale: (1, 128) and (128, 128), or None.
       interpret: run on a CPU, in Mosaic GPU interpret mode, where a jnp.dot stands for WGMMA.
 
     Returns:
@@ -98,6 +101,7 @@ def gemm(
     Raises TypeError or ValueError for a dtype, shape or alignment that does not fit.
     """
     del m_indices, masked_m, expected_m
+    _check_recipes(recipe_a, recipe_b)
     _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
     config = choose_config(tile, b.shape[1])
     operands = a, a_scales, b, b_scales, tiles
@@ -121,6 +125,8 @@ def gemm_act_quant(
     expected_m: int,
     activation: str,
     params: tuple[float | None, ...],
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
     group: int | None = GROUP,
     ue8m0: bool = False,
     interpret: bool = False,
@@ -137,6 +143,7 @@ def gemm_act_quant(
         check_group(group)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
+    _check_recipes(recipe_a, recipe_b)
     _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
     if b.shape[1] % (2 * GROUP):
         raise ValueError(f"b is {b.shape}; it must be [E, 2I, K], I % {GROUP} == 0")
@@ -594,6 +601,12 @@ def _parts(width: int, halves: int) -> list[tuple[int, int]]:
         return [(0, width)]
     first = -(-width // 32) * 16
     return [(0, first), (first, width - first)]
+
+
+def _check_recipes(recipe_a, recipe_b) -> None:
+    for name, given, known in (("a", recipe_a, (1, GROUP)), ("b", recipe_b, (GROUP, GROUP))):
+        if given not in (None, known):
+            raise NotImplementedError(f"recipe_{name}={given}: this GEMM reads scales of {known}")
 
 
 def _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs) -> None:
