@@ -43,8 +43,8 @@ class Format:
     @property
     def scaling(self) -> dict[str, object]:
         """What the steps that quantise rows to this format are told."""
-        rule = {"group": self.group and self.group[1], "ue8m0": self.ue8m0}
-        return rule | {"packed": True} if self.packed_scales else rule
+        group = self.group and self.group[1]
+        return dict(group=group, ue8m0=self.ue8m0, packed=self.packed_scales)
 
     def scales_shape(self, n: int, k: int) -> tuple[int, int]:
         """Of the scales of [n, k] values; k counts values, not the elements they are packed in."""

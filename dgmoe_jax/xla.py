@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dgmoe_jax.interop.scales import pack_ue8m0, unpack_ue8m0
+from dgmoe_jax.interop.scales import unpack_ue8m0
 from dgmoe_jax.layouts import num_tiles
 from dgmoe_jax.tracing import vary_alike
 
@@ -171,44 +171,45 @@ def permute(
     dst2src = jnp.zeros(rows, jnp.int32).at[dst].set(tokens, mode="drop")
     if group is None:
         return x[dst2src], None
-    values, scales = _quantise(x, group, ue8m0)
-    return values[dst2src], _in_slabs(scales[dst2src], slabs, packed)
+    values, scales = quant(x, group=group, ue8m0=ue8m0, packed=packed)
+    return values[dst2src], _in_slabs(scales.T[dst2src], slabs)
 
 
-def _in_slabs(scales: Array, slabs: int, packed: bool) -> Array:
-    """[M, G] -> [slabs * G, S], S = M / slabs rounded up to 4: MN-major within a slab; or, `packed`
-    four along G in an int32, [slabs * ceil(G / 4), S]."""
+def _in_slabs(scales: Array, slabs: int) -> Array:
+    """[M, G] -> [slabs * G, S], S = M / slabs rounded up to 4: MN-major within a slab."""
     capacity, groups = scales.shape[0] // slabs, scales.shape[1]
-    scales = scales.reshape(slabs, capacity, groups)
-    if packed:
-        # They are powers of two already: `round_up` only keeps Inf and NaN, as UE8M0's NaN.
-        scales = pack_ue8m0(scales, round_up=True)
-    else:
-        scales = jnp.pad(scales.transpose(0, 2, 1), ((0, 0), (0, 0), (0, -capacity % 4)))
-    return scales.reshape(slabs * scales.shape[1], scales.shape[2])
+    scales = scales.reshape(slabs, capacity, groups).transpose(0, 2, 1)
+    scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -capacity % 4)))
+    return scales.reshape(slabs * groups, -1)
 
 
 def quant(
     x: Array, *, group: int = 128, ue8m0: bool = False, packed: bool = False
 ) -> tuple[Array, Array]:
-    """x [M, K] bf16 or f32 -> values [M, K] float8_e4m3fn, scales [K / group, M4] f32, MN-major.
+    """x [M, K] bf16 or f32 -> values [M, K] float8_e4m3fn, scales [G, M4], MN-major, M up to 4s.
 
-    scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two, and
-    `packed` stores four of those along K in an int32, [ceil(K / group / 4), M4].
-    A NaN or Inf leaves NaN in its group's values.
+    scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two. f32,
+    G = K / group; `packed`: exponents in int32, group 4 * j + i as byte i (the lowest first) of
+    word j, bytes past the last group 0. A NaN or Inf leaves NaN in its group's values, and 255 in
+    its exponent.
     """
-    values, scales = _quantise(x, group, ue8m0)
-    return values, _in_slabs(scales, 1, packed)
-
-
-def _quantise(x: Array, group: int, ue8m0: bool) -> tuple[Array, Array]:
-    """values [M, K], scales [M, K / group] f32."""
+    if packed and not ue8m0:
+        raise ValueError("packed=True, ue8m0=False; only powers of two have exponents to be packed")
     groups = x.astype(F32).reshape(x.shape[0], x.shape[1] // group, group)
     scales = scale_of(jnp.max(jnp.abs(groups), axis=-1), 448.0, ue8m0)
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
     values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
-    return values.reshape(x.shape), scales
+    return values.reshape(x.shape), _in_slabs(_packed(scales) if packed else scales, 1)
+
+
+def _packed(scales: Array) -> Array:
+    """Powers of two [M, G] f32 -> their exponents [M, ceil(G / 4)] int32."""
+    exponents = lax.bitcast_convert_type(scales, jnp.int32) >> 23
+    exponents = jnp.where(jnp.isnan(scales), 255, exponents)  # whatever the sign of the NaN
+    exponents = jnp.pad(exponents, ((0, 0), (0, -scales.shape[1] % 4)))
+    words = exponents.reshape(scales.shape[0], -1, 4) << (8 * jnp.arange(4, dtype=jnp.int32))
+    return jnp.sum(words, axis=-1, dtype=jnp.int32)
 
 
 def spread(scales: Array, group: tuple[int, int], shape: tuple[int, ...]) -> Array:
@@ -300,13 +301,20 @@ def act_quant(
     slabs: int,
     activation: str,
     params: tuple,
+    keep_fp32: bool = True,
     group: int = 128,
     ue8m0: bool = False,
     packed: bool = False,
 ) -> tuple[Array, Array]:
-    """gateup [M, 2I] bf16 -> values [M, I] fp8, scales [slabs * G, S]; f32 until quantised."""
-    values, scales = _quantise(_activate(gateup, activation, params), group, ue8m0)
-    return values, _in_slabs(scales, slabs, packed)
+    """gateup [M, 2I] bf16 -> values [M, I] fp8, scales [slabs * G, S]; quantised as by `quant`.
+
+    `keep_fp32`: the product is f32 until it is quantised, instead of rounded to bf16 first.
+    """
+    m, product = gateup.shape[0], _activate(gateup, activation, params)
+    if not keep_fp32:
+        product = lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
+    values, scales = quant(product, group=group, ue8m0=ue8m0, packed=packed)
+    return values, _in_slabs(scales[:, :m].T, slabs)
 
 
 def _bits(x: Array) -> Array:

@@ -113,6 +113,22 @@ def spread_rows(rows: int, cols: int, vec: int) -> plgpu.ParameterizedLayout:
     return _layout(tiles, (warps, -5), (in_warp, -3), (lanes, -2))
 
 
+def spread_groups(rows: int, group: int, vec: int) -> plgpu.ParameterizedLayout:
+    """Layout of [rows, n, group], group 32 or 128 and rows a power of two or a multiple of 8: 128
+    values of a row side by side in half a warp, further groups in further registers. One row alone,
+    [n, group], is every warp's, 4 values a lane."""
+    together = 128 // group
+    if rows == 1:
+        return _layout([(together, group), (4,)], (1, -1), (together, -3), (group // 4, -2))
+    in_warp = 2 if rows >= 2 * WARPS else 1
+    warps = min(WARPS, rows)
+    tiles = [(warps * in_warp, together, group), (vec,)]
+    if in_warp > 1:
+        tiles.insert(1, (in_warp, together, group))
+    rows_at = (warps, -7 if in_warp > 1 else -4)
+    return _layout(tiles, rows_at, (in_warp, -4), (together, -3), (group // vec, -2))
+
+
 def _layout(
     tiles: list[tuple[int, ...]], warps: tuple[int, int], *lanes: tuple[int, int]
 ) -> plgpu.ParameterizedLayout:
@@ -171,6 +187,26 @@ class Registers:
             return ref[...]
         return plgpu.load(ref, *_LOAD_ARGS, layout=layout, optimized=False)
 
+    def load_as(self, ref: object, shape: tuple, layout: plgpu.ParameterizedLayout) -> Array:
+        """`load` of an array that splits the dimensions of `ref`."""
+        if self.interpret:
+            return ref[...].reshape(shape)
+        return self.load(ref if ref.shape == shape else ref.reshape(shape), layout)
+
+    def store(self, ref: object, x: Array) -> None:
+        """Writes x to `ref`, whose dimensions x may split."""
+        if self.interpret or ref.shape == x.shape:
+            ref[...] = x.reshape(ref.shape)
+        else:
+            ref.reshape(x.shape)[...] = x
+
+    def store_transposed(self, ref: object, x: Array) -> None:
+        """Writes x [a, b] to `ref` [b, a], in global memory; [b] as it is."""
+        if self.interpret or x.ndim < 2:
+            ref[...] = x.T
+        else:
+            ref.transpose((1, 0))[...] = x
+
     def full(self, shape: tuple, value: int, layout: plgpu.ParameterizedLayout) -> Array:
         """int32 that fills registers of `layout`, as a loop carry must."""
         return self.cast(jnp.full(shape, value, I32), layout)
@@ -186,7 +222,7 @@ class Registers:
         return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)  # Inf has no remainder
 
     def divide_rows(self, x: Array, by: Array, layout: plgpu.ParameterizedLayout) -> Array:
-        """x [rows, cols] / by [rows], positive or NaN; rounded correctly. One row: a scalar."""
+        """x [.., cols] / by [..], positive or NaN; rounded correctly. One row: a scalar."""
         if self.interpret:
             return x / self.along_rows(by, x.shape, layout)
         inverse = 1.0 / by
@@ -197,11 +233,17 @@ class Registers:
         return _quotient(x, by, inverse)
 
     def along_rows(self, x: Array, shape: tuple, layout: plgpu.ParameterizedLayout) -> Array:
-        """[rows] -> [rows, cols], x repeated along columns; x is a row reduction in `layout`. One
-        row is a scalar, which needs no spreading."""
+        """[..] -> [.., cols], x repeated along columns; x is a row reduction in `layout`. One row
+        is a scalar, which needs no spreading."""
         if not x.shape:
             return x
-        return self.cast(lax.broadcast_in_dim(x, shape, (0,)), layout)
+        return self.cast(lax.broadcast_in_dim(x, shape, tuple(range(x.ndim))), layout)
+
+
+def as_bf16(x: Array) -> Array:
+    """f32 rounded to bf16, in f32. Without the barrier XLA may drop the rounding, and LLVM rounds
+    values one by one, each in four times the time."""
+    return lax.optimization_barrier(x.astype(BF16)).astype(F32)
 
 
 def _quotient(x: Array, by: Array | float, inverse: Array | float) -> Array:

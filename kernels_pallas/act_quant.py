@@ -10,18 +10,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, I32, Registers, launch
+from ._common import BF16, F32, I32, Registers, as_bf16, launch
 from .quant import (
     GROUP,
-    check_group,
+    Rule,
+    Units,
     quantize_tile,
     quantized_type,
-    row_layout,
+    rule_of,
     tile_rows,
+    unit_layout,
 )
 
 LOG2E = math.log2(math.e)
-# Rows of a step, and the blocks that there should be before one takes more than one step.
+# Rows of a step of 128 columns, and the blocks that there should be before one takes more than one.
 ROWS, BLOCKS = 16, 1056
 
 
@@ -43,14 +45,15 @@ def act(
     Raises ValueError for shapes or an activation that do not fit.
     """
 
-    def store(product, layout, rows, g, regs, out_ref):
-        out_ref[rows, g, :] = product.astype(BF16)
+    def store(product, layout, rows, unit, groups, out_ref):
+        out_ref[rows, units.at(unit, groups)] = product.astype(BF16)
 
-    m, groups = _check(gateup, tiles, tile, alignment, activation)
-    out_types = (jax.ShapeDtypeStruct((m, groups, GROUP), BF16),)
-    rule = tile, alignment, activation, params
-    out = _gated(store, gateup, tiles, *rule, out_types, interpret)
-    return out[0].reshape(m, groups * GROUP)
+    m, width = _check(gateup, tiles, tile, alignment, activation)
+    units = Units(width, Rule())
+    out_types = (jax.ShapeDtypeStruct((m, *units.view), BF16),)
+    where = tile, alignment
+    out = _gated(store, gateup, tiles, units, *where, activation, params, out_types, interpret)
+    return out[0].reshape(m, width)
 
 
 def act_quant(
@@ -62,39 +65,42 @@ def act_quant(
     slabs: int = 1,
     activation: str,
     params: tuple[float | None, ...],
+    keep_fp32: bool = True,
     group: int = GROUP,
     ue8m0: bool = False,
+    packed: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """`act`, then `quant`, in one pass: values [M, I] float8_e4m3fn, scales [slabs * G, S] f32.
+    """`act`, then `quant`, in one pass: values [M, I] float8_e4m3fn, scales f32 or packed int32.
 
-    G = I / 128, S = M / slabs up to 4s: row r's scales lie in column r % (M / slabs) of slab
-    r // (M / slabs). The product stays in f32 until it is quantised.
+    `group`, `ue8m0`, `packed` and the layout of the scales, in `slabs`: `quant.Rule`. The product
+    stays in f32 until it is quantised; with `keep_fp32` False it is rounded to bf16 first, which
+    gives the bits of `act` and `quant` one after the other.
     """
-    check_group(group)
-    m, groups = _check(gateup, tiles, tile, alignment, activation)
+    rule = rule_of(group, ue8m0, packed)
+    m, width = _check(gateup, tiles, tile, alignment, activation)
     if m % slabs or (slabs > 1 and m // slabs % alignment):
         raise ValueError(
             f"M={m}, slabs={slabs}; a slab must hold a multiple of alignment={alignment} rows"
         )
-    capacity = m // slabs
+    capacity, regs, units = m // slabs, Registers(interpret), Units(width, rule)
 
-    def store(product, layout, rows, g, regs, values_ref, scales_ref):
-        values_ref[rows, g, :], scales = quantize_tile(product, layout, ue8m0, regs)
-        if slabs == 1:
-            scales_ref[0, g, rows] = scales
-        else:
-            first = lax.rem(rows.start, capacity)
-            scales_ref[lax.div(rows.start, capacity), g, pl.ds(first, rows.size)] = scales
+    def store(product, layout, rows, unit, groups, values_ref, scales_ref):
+        if not keep_fp32:
+            product = as_bf16(product)
+        at = units.at(unit, groups)
+        values_ref[rows, at], scales = quantize_tile(product, layout, rule, regs, groups)
+        slab = 0
+        if slabs > 1:
+            slab = lax.div(rows.start, capacity)
+            rows = pl.ds(lax.rem(rows.start, capacity), rows.size)
+        units.store_scales(scales_ref, slab, unit, rows, scales, regs)
 
-    values_type, scales_type = quantized_type(m, groups * GROUP, slabs)
-    out_types = (
-        values_type.update(shape=(m, groups, GROUP)),
-        scales_type.update(shape=(slabs, groups, scales_type.shape[1])),
+    out_types, where = units.out_types(m, slabs), (tile, alignment)
+    out = _gated(store, gateup, tiles, units, *where, activation, params, out_types, interpret)
+    return tuple(
+        x.reshape(t.shape) for x, t in zip(out, quantized_type(m, width, rule, slabs), strict=True)
     )
-    rule = tile, alignment, activation, params
-    values, scales = _gated(store, gateup, tiles, *rule, out_types, interpret)
-    return values.reshape(m, groups * GROUP), scales.reshape(slabs * groups, -1)
 
 
 def _check(
@@ -112,13 +118,14 @@ def _check(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
-    return gateup.shape[0], gateup.shape[1] // (2 * GROUP)
+    return gateup.shape[0], gateup.shape[1] // 2
 
 
 def _gated(
     store: Callable,
     gateup: Array,
     tiles: Array,
+    units: Units,
     tile: int,
     alignment: int,
     activation: str,
@@ -126,20 +133,20 @@ def _gated(
     out_types: tuple[jax.ShapeDtypeStruct, ...],
     interpret: bool,
 ) -> tuple[Array, ...]:
-    (m, groups, _), count = out_types[0].shape, tiles.shape[1]
+    m, count = gateup.shape[0], tiles.shape[1]
     if m == 0 or count == 0:
         return tuple(jnp.zeros(t.shape, t.dtype) for t in out_types)
     regs = Registers(interpret)
     # A step divides the alignment: it touches no row that its tile does not own.
-    size = tile_rows(m, ROWS if alignment % ROWS == 0 else 8)
+    most = max(8, ROWS // units.wide)
+    size = tile_rows(m, most if alignment % most == 0 else 8)
     steps = pl.cdiv(min(tile, m), size)
-    each = min(steps, max(1, count * steps * groups // BLOCKS))
+    each = min(steps, max(1, count * steps * units.count // BLOCKS))
     parts = pl.cdiv(steps, each)
-    layout = row_layout(size)
 
     def gate_up(gateup_ref, tiles_ref, *out_refs):
         block = lax.axis_index("b")
-        part, g = lax.div(block, groups), lax.rem(block, groups)
+        part, unit = lax.div(block, units.count), lax.rem(block, units.count)
         index, first = lax.div(part, parts), lax.rem(part, parts) * each
         row, live = tiles_ref[1, index], tiles_ref[2, index]
         mine = jnp.minimum(lax.div(live + (size - 1), size) - first, each)
@@ -148,16 +155,17 @@ def _gated(
             start = jnp.minimum(row + (first + i) * size, m - size)
             return start if size == 1 else pl.ds(start, size)
 
-        def load(i):
-            return [regs.load(gateup_ref.at[rows(i), half, g, :], layout) for half in (0, 1)]
+        def walk(groups):
+            at, layout = units.at(unit, groups), unit_layout(size, groups, units.rule.group)
 
-        def compute(i, loaded):
-            gate, up = (x.astype(F32) for x in loaded)
-            product = ACTIVATIONS[activation](gate, up, *params, regs)
-            store(product, layout, rows(i), g, regs, *out_refs)
+            def load(i):
+                return [regs.load(gateup_ref.at[rows(i), half, at], layout) for half in (0, 1)]
 
-        @pl.when(mine > 0)
-        def _():
+            def compute(i, loaded):
+                gate, up = (x.astype(F32) for x in loaded)
+                product = ACTIVATIONS[activation](gate, up, *params, regs)
+                store(product, layout, rows(i), unit, groups, *out_refs)
+
             def step(i, loaded):  # Loads are issued before the computation that precedes them.
                 ahead = load(i + 1)
                 compute(i, loaded)
@@ -165,16 +173,18 @@ def _gated(
 
             compute(mine - 1, lax.fori_loop(0, mine - 1, step, load(0)))
 
+        pl.when(mine > 0)(lambda: units.each(unit, walk))
+
     # The hardware's exp2 is the one that the library calls, less its care for subnormals, which
     # cannot matter beside 1; the hardware's tanh has 11 bits, which would.
     return launch(
         gate_up,
         out_types,
-        grid={"b": count * parts * groups},  # One dimension: others end at 65535.
+        grid={"b": count * parts * units.count},  # One dimension: others end at 65535.
         interpret=interpret,
         barriers=False,
         approx_math=activation != "situ",
-    )(gateup.reshape(m, 2, groups, GROUP), tiles)
+    )(gateup.reshape(m, 2, *units.view), tiles)
 
 
 def _clamp_top(x: Array, limit: float) -> Array:

@@ -22,9 +22,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, interpreter, spread_rows
+from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, as_bf16, interpreter, spread_rows
 from .act_quant import ACTIVATIONS
-from .quant import check_group, quantize_tile, quantized_type
+from .quant import Rule, quantize_tile, quantized_type, rule_of
 
 GROUP = 128  # values that share a scale: along K in a, along N and K in b
 ALIGNMENTS = (8, 16, 32, 64, 128)
@@ -55,7 +55,17 @@ class Fused(NamedTuple):
     activation: str
     params: tuple[float | None, ...]
     quantized: bool
-    ue8m0: bool
+    ue8m0: bool = False
+    keep_fp32: bool = True  # the product, until it is quantised
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(ue8m0=self.ue8m0)
+
+    def product(self, gate: Array, up: Array, regs: Registers) -> Array:
+        """What is quantised, from gate and up in f32 as `gemm` would write them."""
+        product = ACTIVATIONS[self.activation](gate, up, *self.params, regs)
+        return product if self.keep_fp32 else as_bf16(product)
 
 
 def gemm(
@@ -127,27 +137,33 @@ def gemm_act_quant(
     params: tuple[float | None, ...],
     recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None,
+    keep_fp32: bool = True,
     group: int | None = GROUP,
     ue8m0: bool = False,
+    packed: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array | None]:
     """`act_quant` of `gemm`, bit for bit, without the round trip through memory.
 
-    As `gemm`, with b = [E, 2I, K], gate rows before up rows. The product is rounded to bf16, as
-    `gemm` would write it; `activation`, `params` and `ue8m0` are `act_quant`'s. Returns values
-    [M, I] float8_e4m3fn and scales [slabs * I / 128, S] f32; with group None, `act`'s [M, I] bf16
-    and None.
+    As `gemm`, with b = [E, 2I, K], gate rows before up rows. The GEMM's result is rounded to bf16,
+    as `gemm` would write it; `activation`, `params`, `keep_fp32` and `ue8m0` are `act_quant`'s.
+    Returns values [M, I] float8_e4m3fn and scales [slabs * I / 128, S] f32; with group None,
+    `act`'s [M, I] bf16 and None. NotImplementedError for scales that `gemm` does not read: groups
+    of 32 and packed ones.
     """
     del m_indices, masked_m, expected_m
-    if group is not None:
-        check_group(group)
+    if group is not None and rule_of(group, ue8m0, packed) != Rule(ue8m0=ue8m0):
+        raise NotImplementedError(
+            f"group={group}, packed={packed}: the GEMM that follows reads f32 scales of groups of"
+            f" {GROUP}; `gemm` and `act_quant` write the others"
+        )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
     _check_recipes(recipe_a, recipe_b)
     _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
     if b.shape[1] % (2 * GROUP):
         raise ValueError(f"b is {b.shape}; it must be [E, 2I, K], I % {GROUP} == 0")
-    fused = Fused(activation, tuple(params), group is not None, ue8m0)
+    fused = Fused(activation, tuple(params), group is not None, ue8m0, keep_fp32)
     config = choose_config(tile, b.shape[1], fused=True)
     operands = a, a_scales, b, b_scales, tiles
     out = grouped(
@@ -422,9 +438,8 @@ def grouped(
             if not fused:
                 write(sums, width, sure, row, live, column * columns)
                 return
-            activate = ACTIVATIONS[fused.activation]
             gated = [
-                activate(*(x.astype(BF16).astype(F32) for x in pair), *fused.params, regs)
+                fused.product(*(x.astype(BF16).astype(F32) for x in pair), regs)
                 for pair in zip(*sums, strict=True)
             ]
             if quantized:
@@ -491,7 +506,7 @@ def grouped(
 
                     def piece(start=start, at=row + first + start, staged=staged):
                         x = regs.load(staged.at[pl.ds(start, rows)], layout)
-                        values, scales = quantize_tile(x, layout, fused.ue8m0, regs)
+                        values, scales = quantize_tile(x, layout, fused.rule, regs)
                         values_ref[pl.ds(at, rows), column, :] = values
                         group = slab * (out_columns // GROUP) + column
                         scales_ref[group, pl.ds(at - slab * slab_rows, rows)] = scales
@@ -568,7 +583,7 @@ def output_types(
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What a grouped GEMM returns: quantised values and their scales, or bf16."""
     if fused is not None and fused.quantized:
-        return quantized_type(m, columns, slabs)
+        return quantized_type(m, columns, fused.rule, slabs)
     return (jax.ShapeDtypeStruct((m, columns), BF16),)
 
 

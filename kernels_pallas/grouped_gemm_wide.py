@@ -28,8 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, interpreter, vector
-from .act_quant import ACTIVATIONS
+from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, as_bf16, interpreter, vector
 from .grouped_gemm import GROUP, Fused, _outputs, _pad_to, output_types
 from .quant import quantize_tile
 
@@ -320,10 +319,7 @@ def grouped(
                         group = 2 * column + (n if half is None else half)
                         write(x, row + start, mine, group * GROUP)
                     return following
-                activate = ACTIVATIONS[fused.activation]
-                # Without the barrier LLVM rounds values one by one, each in four times the time.
-                pair = (lax.optimization_barrier(x.astype(BF16)).astype(F32) for x in sums)
-                x = activate(*pair, *fused.params, regs)
+                x = fused.product(*map(as_bf16, sums), regs)
                 if quantized:
                     quantize(x, row + start, mine, lax.div(row, slab_rows), column)
                 else:
@@ -391,7 +387,7 @@ def grouped(
 
         def quantize(x, row, mine, slab, column):
             values_ref, scales_ref = out_refs
-            values, scales = quantize_tile(x, accumulator, fused.ue8m0, regs)
+            values, scales = quantize_tile(x, accumulator, fused.rule, regs)
             staged, staged_scales = out_smem.at[warpgroup], more[-1].at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # All have read the scales, too.
             staged[...] = values

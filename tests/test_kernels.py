@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from dgmoe_jax.interop.scales import pack_ue8m0
 from dgmoe_jax.kernels_pallas import _common
 from dgmoe_jax.kernels_pallas import permute_index as index
 from dgmoe_jax.kernels_pallas.act_quant import act, act_quant
@@ -20,6 +21,8 @@ from dgmoe_jax.kernels_pallas.permute_index import num_tiles, permute_index
 from dgmoe_jax.kernels_pallas.quant import quant
 from dgmoe_jax.kernels_pallas.route import route
 from dgmoe_jax.kernels_pallas.unpermute import unpermute
+
+from dgmoe_jax import xla
 
 BF16, FP8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
 LARGEST = np.finfo(np.float32).max
@@ -46,8 +49,19 @@ def custom_calls(fn, *shapes):
 # --- quant
 
 
-def quant_reference(x, ue8m0=False):
-    groups = f32(x).reshape(x.shape[0], -1, 128)
+# (group, ue8m0, packed): every way to quantise.
+RULES = [(g, *kind) for g in (128, 32) for kind in [(False, False), (True, False), (True, True)]]
+every_rule = pytest.mark.parametrize("rule", RULES, ids=str)
+
+
+def as_keywords(rule):
+    return dict(zip(("group", "ue8m0", "packed"), rule, strict=True))
+
+
+def quant_reference(x, rule=RULES[0]):
+    """values [M, K], scales [M, G] f32 or [M, ceil(G / 4)] int32."""
+    group, ue8m0, packed = rule
+    groups = f32(x).reshape(x.shape[0], -1, group)
     with np.errstate(all="ignore"):
         scales = np.maximum(np.abs(groups).max(-1), np.float32(1e-10)) / np.float32(448)
         if ue8m0:
@@ -56,32 +70,67 @@ def quant_reference(x, ue8m0=False):
             rounded = (exponent << 23).view(np.float32)
             scales = np.where(np.isfinite(scales), rounded, scales)
         values = np.clip(groups / scales[..., None], np.float32(-448), np.float32(448))
-        return values.astype(ml_dtypes.float8_e4m3fn).reshape(x.shape), scales.T
+    values = values.astype(ml_dtypes.float8_e4m3fn).reshape(x.shape)
+    if not packed:
+        return values, scales
+    exponents = np.zeros((x.shape[0], -(-scales.shape[1] // 4) * 4), np.uint8)
+    exponents[:, : scales.shape[1]] = np.where(
+        np.isfinite(scales), np.frexp(scales)[1] + 126, 255
+    )  # 2^-126 has exponent 1
+    return values, exponents.view("<i4")
 
 
-def assert_quantized(got, x, ue8m0=False):
+def row_scales(scales, slabs, rows):
+    """[slabs * G, S] -> [rows, G]."""
+    assert scales.shape[1] == -(-rows // slabs // 4) * 4
+    scales = np.asarray(scales).reshape(slabs, -1, scales.shape[1])[:, :, : rows // slabs]
+    return scales.transpose(0, 2, 1).reshape(rows, -1)
+
+
+def assert_quantized(got, x, rule=RULES[0]):
     values, scales = got
-    want_values, want_scales = quant_reference(x, ue8m0)
-    m = x.shape[0]
-    assert values.dtype == FP8 and scales.shape == (x.shape[1] // 128, -(-m // 4) * 4)
-    np.testing.assert_array_equal(np.asarray(scales)[:, :m], want_scales)
+    want_values, want_scales = quant_reference(x, rule)
+    assert values.dtype == FP8 and scales.dtype == (I32 if rule[2] else F32)
+    np.testing.assert_array_equal(row_scales(scales, 1, x.shape[0]), want_scales)
     np.testing.assert_array_equal(f32(values), f32(want_values))
 
 
-@pytest.mark.parametrize("ue8m0", [False, True])
-@pytest.mark.parametrize(("m", "k"), [(1, 384), (3, 128), (17, 256), (33, 128)])
-def test_quant(m, k, ue8m0):
+@every_rule
+@pytest.mark.parametrize(
+    ("m", "k"), [(1, 384), (1, 1024), (3, 128), (17, 256), (33, 640), (9, 1408)]
+)
+def test_quant(m, k, rule):
     x = random(m, m, k) * np.exp(3 * random(1, m, 1))
     x[0, :128] = 0
     if m > 4:
         x[1, 5], x[2, 30], x[3, 7], x[4, :128] = np.nan, np.inf, 3e38, 1e-30
     x = jnp.asarray(x, BF16)
-    got = quant(x, ue8m0=ue8m0, interpret=INTERPRET)
-    assert_quantized(got, x, ue8m0)
-    assert np.isfinite(np.asarray(got[1])[0, 0]) and np.asarray(got[1])[0, 0] > 0
+    got = quant(x, **as_keywords(rule), interpret=INTERPRET)
+    assert_quantized(got, x, rule)
+    first = np.asarray(got[1])[0, 0]
+    assert (first & 0xFF > 0) if rule[2] else (np.isfinite(first) and first > 0)
     if m > 4:
         bad = np.isnan(f32(got[0])).any(axis=1)
         np.testing.assert_array_equal(np.flatnonzero(bad), [1, 2])
+
+
+def test_packed_scales_are_those_of_the_bridge_and_of_xla():
+    x = np.array(random(3, 7, 640))
+    x[2, 600], x[3, 3] = np.nan, -np.inf
+    x = jnp.asarray(x, BF16)
+    for group in (128, 32):
+        rule = {"group": group, "ue8m0": True}
+        plain = xla.quant(x, **rule)[1][:, :7].T
+        want = np.asarray(pack_ue8m0(jnp.where(jnp.isfinite(plain), plain, 1.0)))
+        for run in (xla.quant, functools.partial(quant, interpret=INTERPRET)):
+            got = np.array(run(x, **rule, packed=True)[1])
+            assert got.shape == want.shape and got.dtype == want.dtype
+            # UE8M0's NaN, which the bridge takes from no f32 scale.
+            broken = ~np.isfinite(np.asarray(plain))
+            exponents = np.ascontiguousarray(got[:, :7].T).view(np.uint8)[:, : broken.shape[1]]
+            np.testing.assert_array_equal(exponents == 255, broken)
+            wanted = np.ascontiguousarray(want[:, :7].T).view(np.uint8)[:, : broken.shape[1]]
+            np.testing.assert_array_equal(exponents[~broken], wanted[~broken])
 
 
 def test_quant_rounds_ties_to_even_and_divides_exactly():
@@ -97,15 +146,18 @@ def test_quant_rounds_ties_to_even_and_divides_exactly():
 
 def test_quant_lowers_for_cuda():
     for m, k in [(1, 384), (127, 640), (65536, 7168)]:
-        for ue8m0 in (False, True):
-            assert custom_calls(functools.partial(quant, ue8m0=ue8m0), ((m, k), BF16)) == 1
+        for rule in RULES:
+            assert custom_calls(functools.partial(quant, **as_keywords(rule)), ((m, k), BF16)) == 1
 
 
 def test_quant_refuses():
     with pytest.raises(ValueError, match="129"):
         quant(jnp.zeros((2, 129), BF16))
-    with pytest.raises(NotImplementedError, match="group=32"):
-        quant(jnp.zeros((2, 128), BF16), group=32)
+    with pytest.raises(NotImplementedError, match=r"group=64.*128, 32"):
+        quant(jnp.zeros((2, 128), BF16), group=64)
+    for run in (quant, xla.quant):
+        with pytest.raises(ValueError, match="packed=True, ue8m0=False"):
+            run(jnp.zeros((2, 128), BF16), packed=True)
 
 
 # --- act, act_quant
@@ -130,16 +182,12 @@ def act_reference(gateup, activation, params):
         return gate / (1 + np.exp(-alpha * gate)) * (up + (activation == "oai_swiglu"))
 
 
-def row_scales(scales, slabs, rows):
-    """[slabs * G, S] -> [rows, G]."""
-    scales = np.asarray(scales).reshape(slabs, -1, scales.shape[1])[:, :, : rows // slabs]
-    return scales.transpose(0, 2, 1).reshape(rows, -1)
-
-
 def assert_unwritten(rows):
-    """In interpret mode, what no kernel wrote is NaN."""
+    """In interpret mode, what no kernel wrote is NaN or the largest int."""
     if INTERPRET:
-        assert np.isnan(f32(rows)).all()
+        rows = np.asarray(rows)
+        unwritten = rows == np.iinfo(np.int32).max if rows.dtype == I32 else np.isnan(f32(rows))
+        assert unwritten.all()
 
 
 # Rows, alignment, tile, slabs, tiles: two experts with a gap of owned rows and one of others' rows,
@@ -152,46 +200,77 @@ TILINGS = [
 ]
 
 
+def act_arguments(tiling, width, poison):
+    """gateup and tiles, the live rows, and those that the tiles own."""
+    m, alignment, _, _, tiles = tiling
+    live, owned = np.zeros(m, bool), np.zeros(m, bool)
+    for _, first, count in tiles:
+        live[first : first + count] = True
+        owned[first : first + -(-count // alignment) * alignment] = True
+    gateup = 4 * random(0, m, 2 * width)
+    gateup[~live] = poison
+    return (jnp.asarray(gateup, BF16), jnp.asarray(np.array(tiles, np.int32).T)), live, owned
+
+
+def act_keywords(tiling, activation, params):
+    _, alignment, tile, _, _ = tiling
+    return {"tile": tile, "alignment": alignment, "activation": activation, "params": params}
+
+
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize(
     ("tiling", "activation", "params"),
     [(TILINGS[0], *a) for a in ACTIVATIONS] + [(t, *ACTIVATIONS[0]) for t in TILINGS[1:]],
 )
 def test_act(tiling, activation, params, poison):
-    m, alignment, tile, slabs, tiles = tiling
-    live, owned = np.zeros(m, bool), np.zeros(m, bool)
-    for _, first, count in tiles:
-        live[first : first + count] = True
-        owned[first : first + -(-count // alignment) * alignment] = True
-    width = 256
-    gateup = 4 * random(0, m, 2 * width)
-    gateup[~live] = poison
-    args = (jnp.asarray(gateup, BF16), jnp.asarray(np.array(tiles, np.int32).T))
-    kwargs = {"tile": tile, "alignment": alignment, "activation": activation, "params": params}
+    args, live, owned = act_arguments(tiling, 256, poison)
+    kwargs = act_keywords(tiling, activation, params)
     want = act_reference(args[0][live], activation, params)
     got = act(*args, **kwargs, interpret=INTERPRET)
     np.testing.assert_allclose(f32(got)[live], want, rtol=5e-3, atol=1e-30)
     assert_unwritten(got[~owned])
 
-    values, scales = act_quant(*args, **kwargs, slabs=slabs, interpret=INTERPRET)
-    assert values.dtype == FP8 and scales.shape == (slabs * 2, -(-m // slabs // 4) * 4)
-    scales = row_scales(scales, slabs, m)
-    amax = np.abs(want).reshape(-1, 2, 128).max(-1)
-    np.testing.assert_allclose(scales[live], amax / 448, rtol=1e-5)
-    back = f32(values)[live] * np.repeat(scales[live], 128, axis=1)
-    np.testing.assert_allclose(back, want, rtol=2**-4, atol=float(amax.max()) / 448 * 2**-9)
-    assert_unwritten(values[~owned])
-    assert_unwritten(scales[~owned])
+
+@pytest.mark.parametrize(
+    ("tiling", "activation", "params", "rule"),
+    [(TILINGS[0], *ACTIVATIONS[0], rule) for rule in RULES]
+    + [(TILINGS[0], *a, RULES[n]) for a in ACTIVATIONS[1:] for n in (0, 2, 5)]
+    + [(t, *ACTIVATIONS[1], RULES[n]) for t in TILINGS[1:] for n in (0, 2, 3, 5)],
+)
+def test_act_quant(tiling, activation, params, rule):
+    m, slabs, width = tiling[0], tiling[3], 640
+    group, _, packed = rule
+    kwargs = act_keywords(tiling, activation, params) | as_keywords(rule) | {"slabs": slabs}
+    for poison in POISON:
+        args, live, owned = act_arguments(tiling, width, poison)
+        values, scales = act_quant(*args, **kwargs, interpret=INTERPRET)
+        assert values.dtype == FP8 and scales.dtype == (I32 if packed else F32)
+        scales = row_scales(scales, slabs, m)
+        assert_unwritten(values[~owned])
+        assert_unwritten(scales[~owned])
+
+        # Only f32 lies between these and the product in f64.
+        want = act_reference(args[0][live], activation, params)
+        want_scales = quant_reference(want, rule)[1]
+        np.testing.assert_allclose(scales[live], want_scales, rtol=0 if packed else 1e-5)
+        scales = quant_reference(want, (*rule[:2], False))[1]
+        back = f32(values)[live] * np.repeat(scales, group, axis=1)
+        near = np.repeat(scales, group, axis=1) * 2**-9
+        assert (np.abs(back - want) <= np.abs(want) * 2**-4 + near).all()
 
 
-def test_act_quant_is_act_then_quant():
-    args = jnp.asarray(4 * random(0, 3, 256), BF16), jnp.array([[0], [0], [3]], I32)
-    kwargs = {"tile": 8, "alignment": 8, "activation": "silu", "params": (None,)}
-    product = act(*args, **kwargs, interpret=INTERPRET)
-    values, scales = act_quant(*args, **kwargs, interpret=INTERPRET)
-    want = quant_reference(product)
-    np.testing.assert_allclose(np.asarray(scales)[:, :3], want[1], rtol=2**-8)
-    np.testing.assert_allclose(f32(values), f32(want[0]), rtol=2**-3, atol=2**-9)
+@pytest.mark.parametrize(("activation", "params"), ACTIVATIONS)
+@pytest.mark.parametrize("rule", [RULES[0], RULES[5]], ids=str)
+def test_act_quant_of_a_rounded_product_is_act_then_quant(activation, params, rule):
+    args, live, _ = act_arguments(TILINGS[0], 256, np.nan)
+    kwargs = act_keywords(TILINGS[0], activation, params)
+    product = np.asarray(act(*args, **kwargs, interpret=INTERPRET))[live]
+    want = quant_reference(product, rule)
+    got = act_quant(*args, **kwargs, **as_keywords(rule), keep_fp32=False, interpret=INTERPRET)
+    np.testing.assert_array_equal(f32(got[0])[live], f32(want[0]))
+    np.testing.assert_array_equal(row_scales(got[1], 1, len(live))[live], want[1])
+    kept = act_quant(*args, **kwargs, **as_keywords(rule), interpret=INTERPRET)
+    assert (f32(kept[0])[live] != f32(got[0])[live]).any()
 
 
 def test_act_lowers_for_cuda():
@@ -200,14 +279,16 @@ def test_act_lowers_for_cuda():
             (1, 128, 8, 8, 1),
             (40, 384, 8, 256, 1),
             (65536, 2048, 128, 128, 1),
-            (65536, 2048, 16, 64, 4),
+            (65536, 2944, 16, 64, 4),
         ]:
             shapes = ((m, 2 * width), BF16), ((3, num_tiles(m, 4, tile)), I32)
             kwargs = {"tile": tile, "alignment": alignment}
             kwargs |= {"activation": activation, "params": params}
             assert custom_calls(functools.partial(act, **kwargs), *shapes) == 1
-            kwargs |= {"slabs": slabs, "ue8m0": True}
-            assert custom_calls(functools.partial(act_quant, **kwargs), *shapes) == 1
+            kwargs |= {"slabs": slabs}
+            for rule in RULES:
+                fn = functools.partial(act_quant, **kwargs, **as_keywords(rule))
+                assert custom_calls(fn, *shapes) == 1
 
 
 def test_act_refuses():
@@ -344,16 +425,11 @@ def test_permute_index_refuses():
 
 
 @pytest.mark.parametrize(
-    ("t", "k", "width", "slabs", "ue8m0"),
-    [
-        (1, 1, 128, 1, False),
-        (3, 2, 384, 4, True),
-        (2, 16, 640, 1, False),
-        (5, 3, 1152, 4, False),
-        (3, 1, 1792, 1, True),
-    ],
+    ("t", "k", "width", "slabs"),
+    [(1, 1, 128, 1), (3, 2, 384, 4), (2, 16, 640, 1), (5, 3, 1152, 4), (3, 1, 6784, 1)],
 )
-def test_permute(t, k, width, slabs, ue8m0):
+@every_rule
+def test_permute(t, k, width, slabs, rule):
     rows = -(-(t * k + 9) // slabs) * slabs
     rng = np.random.default_rng(t)
     src2dst = rng.permutation(rows)[: t * k].reshape(t, k).astype(np.int32)
@@ -366,17 +442,19 @@ def test_permute(t, k, width, slabs, ue8m0):
     token, slot = np.nonzero(src2dst >= 0)
     live = src2dst[token, slot]
     others = np.setdiff1d(np.arange(rows), live)
-    want_values, want_scales = quant_reference(x, ue8m0)
+    want_values, want_scales = quant_reference(x, rule)
     run = functools.partial(permute, x, jnp.asarray(src2dst), rows=rows, slabs=slabs)
 
-    values, scales = run(ue8m0=ue8m0, interpret=INTERPRET)
-    assert values.dtype == FP8 and scales.shape[1] == -(-rows // slabs // 4) * 4
+    values, scales = run(**as_keywords(rule), interpret=INTERPRET)
+    assert values.dtype == FP8 and scales.dtype == (I32 if rule[2] else F32)
     scales = row_scales(scales, slabs, rows)
     np.testing.assert_array_equal(f32(values)[live], f32(want_values)[token])
-    np.testing.assert_array_equal(scales[live], want_scales.T[token])
+    np.testing.assert_array_equal(scales[live], want_scales[token])
     assert_unwritten(values[others])
     assert_unwritten(scales[others])
 
+    if rule != RULES[0]:
+        return
     values, nothing = run(group=None, interpret=INTERPRET)
     assert values.dtype == BF16 and nothing is None
     np.testing.assert_array_equal(f32(values)[live], f32(x)[token])
@@ -385,8 +463,9 @@ def test_permute(t, k, width, slabs, ue8m0):
 
 def test_permute_lowers_for_cuda():
     for t, k, width in [(1, 1, 128), (5, 16, 1152), (3, 2, 2944), (16384, 8, 7168)]:
-        for group, slabs in [(128, 1), (128, 4), (None, 1)]:
-            fn = functools.partial(permute, rows=4 * (t * k + 8), slabs=slabs, group=group)
+        for rule, slabs in [*((rule, slabs) for rule in RULES for slabs in (1, 4)), (None, 1)]:
+            how = {"group": None} if rule is None else as_keywords(rule)
+            fn = functools.partial(permute, rows=4 * (t * k + 8), slabs=slabs, **how)
             assert custom_calls(fn, ((t, width), BF16), ((t, k), I32)) == 1
 
 
@@ -398,8 +477,8 @@ def test_permute_refuses():
         permute(x, src2dst[:2], rows=8)
     with pytest.raises(ValueError, match="slabs=3"):
         permute(x, src2dst, rows=8, slabs=3)
-    with pytest.raises(NotImplementedError, match="group=32"):
-        permute(x, src2dst, rows=8, group=32)
+    with pytest.raises(NotImplementedError, match="group=64"):
+        permute(x, src2dst, rows=8, group=64)
 
 
 # --- unpermute
