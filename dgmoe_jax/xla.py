@@ -212,6 +212,28 @@ def _packed(scales: Array) -> Array:
     return jnp.sum(words, axis=-1, dtype=jnp.int32)
 
 
+def requant(
+    x: Array,
+    scales: Array,
+    masked_m: Array,
+    output_scale: Array,
+    out: Array,
+    *,
+    mn_major: bool = False,
+) -> Array:
+    """`out` with out[e, r] = x[e, r] * scales[e, r] / output_scale for the rows r < masked_m[e].
+
+    x, out [E, M, H] float8_e4m3fn; scales [E, M, H / 128] f32, or `mn_major` [E, H / 128, S];
+    masked_m [E] int32; output_scale [] or [1] f32. Beyond +-448 becomes +-448.
+    """
+    if mn_major:
+        scales = scales[:, :, : x.shape[1]].swapaxes(1, 2)
+    y = decode(x, scales, (1, 128)) * (1.0 / output_scale.reshape(()))
+    y = jnp.clip(y, -448.0, 448.0).astype(out.dtype)
+    live = jnp.arange(x.shape[1]) < masked_m[:, None]
+    return jnp.where(live[..., None], y, out)
+
+
 def spread(scales: Array, group: tuple[int, int], shape: tuple[int, ...]) -> Array:
     """Scales per group (rows, columns) -> one per element of `shape`."""
     for axis, size in zip((-2, -1), group, strict=True):

@@ -221,6 +221,8 @@ def _given(
     parts, n, k = size
     weight, scale = _array(raw[name]), raw.get(f"{name}_scale")
     encoded = _is_encoded(weight, fmt)
+    if not encoded:
+        checks.dtype(name, weight, (*_FLOATS, fmt.dtype) if fmt.group else _FLOATS)
     if encoded and k % fmt.packed:
         raise ValueError(f"{name}: {k} values a row, must be even where a byte holds two")
     width = k // fmt.packed if encoded else k
@@ -234,7 +236,6 @@ def _given(
         )
     weight = weight.reshape(-1, parts * n, width)
     if not encoded:
-        checks.dtype(name, weight, _FLOATS)
         return weight, None
     name, scale = f"{name}_scale", jnp.asarray(scale)
     rows, columns = fmt.scales_shape(n, k)
