@@ -40,13 +40,38 @@ def _need_real(owner: object, name: str, *, positive: bool, optional: bool = Fal
     object.__setattr__(owner, name, float(value))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Gated:
+    """What all gated activations share. They are computed in f32, from gate and up as the first
+    GEMM rounded them to bf16; `keep_fp32` keeps the product in f32 until it is quantised. False
+    rounds it to bf16 first, which is the result of an activation kernel and a quantising kernel one
+    after the other, as SGLang's contiguous flow has them by default. (Its default kernel for masked
+    slabs, `per_token_group_quant` with `fuse_silu_and_mul`, rounds silu(gate) before the product as
+    well; nothing here does.) Where the recipe quantises nothing, the two are the same.
+
+    An infinite or NaN gate or up gives what IEEE arithmetic gives: silu(-inf) is NaN, as torch's.
+    A sigmoid below 2^-126, of gates below -87, is 0.
+    """
+
+    keep_fp32: bool = True
+
+    def __post_init__(self):
+        if not isinstance(self.keep_fp32, bool):
+            raise TypeError(f"{type(self).__name__}.keep_fp32={self.keep_fp32!r}: must be a bool")
+
+
 @dataclass(frozen=True)
-class SiLU:
-    """silu(gate) * up. With `limit` L: gate is clamped from above at L and up to [-L, L] first."""
+class SiLU(_Gated):
+    """silu(gate) * up. With `limit` L: gate is clamped from above at L and up to [-L, L] first.
+
+    The clamp is DeepSeek-V4's (`swiglu_limit`, 10 there; `DeepseekV4Experts` in transformers):
+    no gate is clamped from below, where silu vanishes by itself.
+    """
 
     limit: float | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         _need_real(self, "limit", positive=True, optional=True)
 
     def params(self) -> tuple[str, tuple[float | None, ...]]:
@@ -54,13 +79,17 @@ class SiLU:
 
 
 @dataclass(frozen=True)
-class OAISwiGLU:
-    """gate * sigmoid(alpha * gate) * (up + 1), gate clamped above and up both ways at `limit`."""
+class OAISwiGLU(_Gated):
+    """gate * sigmoid(alpha * gate) * (up + 1), gate clamped above and up both ways at `limit`.
+
+    gpt-oss's, with its defaults (`GptOssExperts` in transformers).
+    """
 
     alpha: float = 1.702
     limit: float = 7.0
 
     def __post_init__(self):
+        super().__post_init__()
         _need_real(self, "alpha", positive=True)
         _need_real(self, "limit", positive=True)
 
@@ -69,13 +98,15 @@ class OAISwiGLU:
 
 
 @dataclass(frozen=True)
-class SiTU:
-    """beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta)."""
+class SiTU(_Gated):
+    """beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta): Kimi-K3's, as
+    SGLang has it. The GPU kernel's tanh is within 2^-17; the hardware's own has 11 bits."""
 
     beta: float
     linear_beta: float
 
     def __post_init__(self):
+        super().__post_init__()
         _need_real(self, "beta", positive=True)
         _need_real(self, "linear_beta", positive=True)
 

@@ -70,10 +70,11 @@ class Rows:
     """Rows that a grouped GEMM reads, in either layout (`dgmoe_jax.layouts`).
 
     values [M, K]; scales [slabs * K / group, S] f32 or None, S = M / slabs rounded up to 4, stored
-    MN-major within a slab (what DeepGEMM reads through the transposed view), or packed in int32,
-    [slabs * ceil(K / group / 4), S]; slabs is 1, or E in the masked layout. tiles [3, N] int32:
-    expert, first row and live rows of each tile. m_indices [M] int32: expert of each row, -1 for
-    padding (contiguous, and where it is read). masked_m [E] int32: rows of each expert. What
+    MN-major within a slab (what DeepGEMM reads through the transposed view); slabs is 1, or E in
+    the masked layout. Packed UE8M0 scales are [slabs * ceil(K / group / 4), S] int32, the exponents
+    of four groups in each, the first in the lowest byte (DeepGEMM's SM100 kernels). tiles [3, N]
+    int32: expert, first row and live rows of each tile. m_indices [M] int32: expert of each row, -1
+    for padding (contiguous, and where it is read). masked_m [E] int32: rows of each expert. What
     padding holds is unspecified and may be NaN.
     """
 

@@ -62,9 +62,9 @@ class Fused(NamedTuple):
     def rule(self) -> Rule:
         return Rule(ue8m0=self.ue8m0)
 
-    def product(self, gate: Array, up: Array, regs: Registers) -> Array:
+    def product(self, gate: Array, up: Array) -> Array:
         """What is quantised, from gate and up in f32 as `gemm` would write them."""
-        product = ACTIVATIONS[self.activation](gate, up, *self.params, regs)
+        product = ACTIVATIONS[self.activation](gate, up, *self.params)
         return product if self.keep_fp32 else as_bf16(product)
 
 
@@ -439,7 +439,7 @@ def grouped(
                 write(sums, width, sure, row, live, column * columns)
                 return
             gated = [
-                fused.product(*(x.astype(BF16).astype(F32) for x in pair), regs)
+                fused.product(*(x.astype(BF16).astype(F32) for x in pair))
                 for pair in zip(*sums, strict=True)
             ]
             if quantized:
@@ -571,7 +571,7 @@ def grouped(
         # The barriers above order all accesses; Mosaic's own would stall the producer.
         compiler_params=_PARAMS(
             unsafe_no_auto_barriers=True,
-            approx_math=fused is not None and fused.activation != "situ",  # as act_quant
+            approx_math=fused is not None,  # as act_quant
         ),
         interpret=interpreter() if interpret else False,
     )(*operands)

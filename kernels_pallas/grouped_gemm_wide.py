@@ -319,7 +319,7 @@ def grouped(
                         group = 2 * column + (n if half is None else half)
                         write(x, row + start, mine, group * GROUP)
                     return following
-                x = fused.product(*map(as_bf16, sums), regs)
+                x = fused.product(*map(as_bf16, sums))
                 if quantized:
                     quantize(x, row + start, mine, lax.div(row, slab_rows), column)
                 else:
@@ -457,7 +457,7 @@ def grouped(
         compiler_params=_PARAMS(
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=512,  # unused: rows are reduced within a warp
-            approx_math=fused is not None and fused.activation != "situ",  # as act_quant
+            approx_math=fused is not None,  # as act_quant
         ),
         interpret=interpreter() if interpret else False,
     )(*operands)

@@ -24,10 +24,10 @@ from ._common import (
     vector,
 )
 
-GROUP = 128  # values that one thread block takes side by side
+GROUP = 128  # values that a thread block takes side by side
 GROUPS = (128, 32)
 PACK = 4  # exponents in an int32
-TILE = 32  # rows of a block, each a group wide
+TILE = 32  # rows of a block of 128 columns; of a wider one fewer, as registers have room
 E4M3_MAX = 448.0
 FLOOR_BITS = int(np.float32(1e-10).view(np.int32))
 INFINITY_BITS = 0x7F800000
@@ -55,11 +55,6 @@ class Rule(NamedTuple):
     def unit(self) -> int:
         """Groups of a row that are quantised at a time: 128 values, or those of a whole int32."""
         return max(GROUP // self.group, PACK if self.packed else 1)
-
-    @property
-    def most_rows(self) -> int:
-        """Rows beside a unit that registers have room for, in those of 128 values and 32 rows."""
-        return TILE * GROUP // (self.unit * self.group)
 
 
 def rule_of(group: int, ue8m0: bool, packed: bool) -> Rule:
@@ -98,7 +93,7 @@ def quant(
     if m == 0:
         return tuple(jnp.zeros(t.shape, t.dtype) for t in out_type)
     regs, units = Registers(interpret), Units(k, rule)
-    tile = tile_rows(m, rule.most_rows)
+    tile = tile_rows(m, TILE // units.wide)
 
     def quantise(x_ref, values_ref, scales_ref):
         rows, unit = block_rows(lax.axis_index("m"), tile, m), lax.axis_index("u")
@@ -136,7 +131,7 @@ class Units:
     """A row of K values as units of `rule.unit` groups, of which the last may have fewer.
 
     Kernels see rows as [M, *view]; `at` picks a unit there, [groups, group], or [group] if that is
-    one group.
+    one group. A unit is `wide` times 128 values.
     """
 
     def __init__(self, k: int, rule: Rule):

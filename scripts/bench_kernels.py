@@ -1,6 +1,7 @@
 """Times each Pallas kernel against the bytes it must move: checks first, then writes JSONL.
 
 python scripts/bench_kernels.py --tokens 16,1024,16384
+python scripts/bench_kernels.py --tokens 16,8192 --only route,act_quant
 python scripts/bench_kernels.py --backend emulator --tokens 3 --experts 4 --top-k 2 --hidden 256 \\
     --inner 128 --out /tmp/kernels.jsonl   # a dry run on a CPU
 """
@@ -41,6 +42,26 @@ class Case:
     @property
     def step(self) -> str:
         return self.name.split()[0]
+
+
+QUANTISED = {
+    "": dict(group=128, ue8m0=False, packed=False),
+    " packed": dict(group=128, ue8m0=True, packed=True),
+    " 1x32": dict(group=32, ue8m0=False, packed=False),
+    " 1x32 packed": dict(group=32, ue8m0=True, packed=True),
+}
+ACTIVATIONS = {
+    "": ("silu", (None,)),
+    " limit": ("silu", (10.0,)),
+    " oai_swiglu": ("oai_swiglu", (1.702, 7.0)),
+    " situ": ("situ", (4.0, 25.0)),
+}
+
+
+def quantised(width: int, *, group: int, ue8m0: bool, packed: bool) -> int:
+    """Bytes of a quantised row and its scales."""
+    groups = width // group
+    return width + 4 * (-(-groups // 4) if packed else groups)
 
 
 def size(*arrays) -> int:
@@ -97,22 +118,28 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
     # XLA's own division on a GPU is an ulp off now and then, which moves a value to its neighbour.
     near = 3e-3
     x = normal(tokens, hidden)
-    moved = size(x) + tokens * (hidden + hidden // 32)
-    yield Case("quant", (x,), {}, moved, lambda out: (out[0], out[1][:, :tokens]), near)
-
-    flat = dict(rows=rows, slabs=1, ue8m0=False)
-    moved = size(x) + real * (hidden + hidden // 32)
-    yield Case("permute", (x, src2dst), flat | dict(group=128), moved, live, near)
+    in_slab = dict(rows=rows, slabs=1)
+    for name, rule in QUANTISED.items():
+        written = quantised(hidden, **rule)
+        moved = size(x) + tokens * written
+        yield Case(
+            f"quant{name}", (x,), rule, moved, lambda out: (out[0], out[1][:, :tokens]), near
+        )
+        moved = size(x) + real * written
+        yield Case(f"permute{name}", (x, src2dst), in_slab | rule, moved, live, near)
     moved = size(x) + real * 2 * hidden
-    yield Case("permute bf16", (x, src2dst), flat | dict(group=None), moved, live)
+    unscaled = in_slab | dict(group=None, ue8m0=False)
+    yield Case("permute bf16", (x, src2dst), unscaled, moved, live)
 
     gateup = normal(rows, 2 * inner)
-    silu = dict(tile=tile, alignment=alignment, activation="silu", params=(None,))
-    # exp differs in the last bit between compilers, which moves a value to its neighbour.
-    moved = real * (5 * inner + inner // 32)
-    quantised = silu | dict(slabs=1, group=128, ue8m0=False)
-    yield Case("act_quant", (gateup, tiles), quantised, moved, live, near)
-    yield Case("act", (gateup, tiles), silu, real * 6 * inner, live, tolerance=1e-3)
+    for activation, (kind, params) in ACTIVATIONS.items():
+        act = dict(tile=tile, alignment=alignment, activation=kind, params=params)
+        yield Case(f"act{activation}", (gateup, tiles), act, real * 6 * inner, live, 1e-3)
+        # exp differs in the last bit between compilers, which moves a value to its neighbour.
+        for name, rule in QUANTISED.items():
+            moved = real * (4 * inner + quantised(inner, **rule))
+            both = act | rule | dict(slabs=1)
+            yield Case(f"act_quant{activation}{name}", (gateup, tiles), both, moved, live, near)
 
     out = normal(rows, hidden)
     moved = real * 2 * hidden + size(x)
@@ -155,14 +182,17 @@ def main(
     only: str = "",
     out: Path = Path("bench/kernels.jsonl"),
 ) -> None:
-    """Check and time every kernel (or those in `only`); the xla backend and a copy beside it."""
+    """Check and time every kernel; the xla backend and a copy beside it.
+
+    `only`: names of cases, or of steps for all of theirs ("route,act_quant situ").
+    """
     console = Console()
     env = _bench.environment()
     columns = "kernel", "T", "us", "launches", "GB/s", "% of copy", "xla us", "difference"
     table = Table(*columns, title=env["gpu"])
     for num_tokens in map(int, tokens.split(",")):
         for case in cases(num_tokens, experts, top_k, hidden, inner):
-            if only and case.step not in only.split(","):
+            if only and not {case.step, case.name} & set(only.split(",")):
                 continue
             fn, control = (
                 functools.partial(backends.get(case.step, b), **case.kwargs)

@@ -45,6 +45,7 @@ POSITIVE = "in [1.18e-38, 3.4e+38]"  # an ordinary f32
         (ValueError, dg.SiLU, "limit", 1e-39, POSITIVE),
         (ValueError, dg.OAISwiGLU, "alpha", -1.0, POSITIVE),
         (TypeError, dg.OAISwiGLU, "limit", None, "number"),
+        (TypeError, dg.OAISwiGLU, "keep_fp32", 1, "bool"),
         (ValueError, lambda beta: dg.SiTU(beta, 1.0), "beta", float("inf"), POSITIVE),
         (ValueError, lambda linear_beta: dg.SiTU(1.0, linear_beta), "linear_beta", 0, POSITIVE),
         (ValueError, dg.RouterConfig, "top_k", 0, "at least 1"),

@@ -24,11 +24,12 @@ from dgmoe_jax.kernels_pallas.grouped_gemm import (
     tile_for,
 )
 from dgmoe_jax.kernels_pallas.quant import quantize_tile
+from jax import lax
 
 SHAPES = [(4096, 7168), (7168, 2048), (1536, 2048), (256, 128), (1280, 640)]
 DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 EXPERTS = 4
-SILU = Fused("silu", (None,), True, False)
+SILU = Fused("silu", (None,), quantized=True)
 every_recipe = pytest.mark.parametrize("recipe", DTYPES)
 needs_gpu = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="runs the compiled kernel: needs an SM90 GPU"
@@ -166,7 +167,7 @@ def test_interpreted_default():
             [3, 0, 0, 0],
             8,
             None,
-            Fused("situ", (2.0, 3.0), True, False),
+            Fused("situ", (2.0, 3.0), quantized=True, keep_fp32=False),
         ),
     ],
 )
@@ -181,10 +182,12 @@ def test_fused_interpreted(recipe, config, counts, alignment, capacity, fused, f
     @jax.jit
     def unfused(gateup):
         gate, up = jnp.split(gateup.astype(jnp.float32), 2, axis=1)
-        product = activate(gate, up, *fused.params, regs)
+        product = activate(gate, up, *fused.params)
+        if not fused.keep_fp32:
+            product = lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
         if not fused.quantized:
             return product.astype(jnp.bfloat16), None
-        return quantize_tile(product, None, fused.ue8m0, regs)
+        return quantize_tile(product, None, fused.rule, regs)
 
     want, want_scales = map(np.asarray, unfused(gateup))
     live = layout.live
@@ -482,6 +485,8 @@ def test_errors(change, error, text):
     [
         ({"activation": "gelu"}, ValueError, "activation='gelu'"),
         ({"group": 64}, NotImplementedError, "group=64"),
+        ({"group": 32}, NotImplementedError, "group=32.*f32 scales of groups of 128"),
+        ({"ue8m0": True, "packed": True}, NotImplementedError, "packed=True.*f32 scales"),
         ({"n": 384}, ValueError, "2I"),
     ],
 )

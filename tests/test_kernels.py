@@ -114,23 +114,24 @@ def test_quant(m, k, rule):
         np.testing.assert_array_equal(np.flatnonzero(bad), [1, 2])
 
 
-def test_packed_scales_are_those_of_the_bridge_and_of_xla():
+@pytest.mark.parametrize("run", [xla.quant, functools.partial(quant, interpret=INTERPRET)])
+@pytest.mark.parametrize("group", [128, 32])
+def test_packed_scales_are_what_the_bridge_packs(run, group):
     x = np.array(random(3, 7, 640))
     x[2, 600], x[3, 3] = np.nan, -np.inf
-    x = jnp.asarray(x, BF16)
-    for group in (128, 32):
-        rule = {"group": group, "ue8m0": True}
-        plain = xla.quant(x, **rule)[1][:, :7].T
-        want = np.asarray(pack_ue8m0(jnp.where(jnp.isfinite(plain), plain, 1.0)))
-        for run in (xla.quant, functools.partial(quant, interpret=INTERPRET)):
-            got = np.array(run(x, **rule, packed=True)[1])
-            assert got.shape == want.shape and got.dtype == want.dtype
-            # UE8M0's NaN, which the bridge takes from no f32 scale.
-            broken = ~np.isfinite(np.asarray(plain))
-            exponents = np.ascontiguousarray(got[:, :7].T).view(np.uint8)[:, : broken.shape[1]]
-            np.testing.assert_array_equal(exponents == 255, broken)
-            wanted = np.ascontiguousarray(want[:, :7].T).view(np.uint8)[:, : broken.shape[1]]
-            np.testing.assert_array_equal(exponents[~broken], wanted[~broken])
+    plain, packed = (
+        np.array(run(jnp.asarray(x, BF16), group=group, ue8m0=True, packed=packed)[1])[:, :7].T
+        for packed in (False, True)
+    )
+    broken = ~np.isfinite(plain)
+    assert broken.sum() == 2
+    want = pack_ue8m0(jnp.asarray(np.where(broken, 1, plain)))
+    assert packed.dtype == want.dtype and packed.shape[1] == want.shape[0]
+    got, want = (
+        np.ascontiguousarray(words).view(np.uint8) for words in (packed, np.asarray(want)[:, :7].T)
+    )
+    want[:, : broken.shape[1]][broken] = 255  # UE8M0's NaN, which the bridge makes of no f32
+    np.testing.assert_array_equal(got, want)
 
 
 def test_quant_rounds_ties_to_even_and_divides_exactly():
@@ -234,8 +235,8 @@ def test_act(tiling, activation, params, poison):
 @pytest.mark.parametrize(
     ("tiling", "activation", "params", "rule"),
     [(TILINGS[0], *ACTIVATIONS[0], rule) for rule in RULES]
-    + [(TILINGS[0], *a, RULES[n]) for a in ACTIVATIONS[1:] for n in (0, 2, 5)]
-    + [(t, *ACTIVATIONS[1], RULES[n]) for t in TILINGS[1:] for n in (0, 2, 3, 5)],
+    + [(TILINGS[0], *a, RULES[n]) for a in ACTIVATIONS[1:] for n in (0, 5)]
+    + [(t, *ACTIVATIONS[1], RULES[n]) for t in TILINGS[1:] for n in (2, 3, 5)],
 )
 def test_act_quant(tiling, activation, params, rule):
     m, slabs, width = tiling[0], tiling[3], 640

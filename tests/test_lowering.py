@@ -1,5 +1,6 @@
 """What the layer is lowered to for an NVIDIA GPU, seen from any machine, and what is refused."""
 
+import dataclasses
 import math
 import re
 
@@ -72,6 +73,17 @@ def test_pallas_is_one_program_of_mosaic_kernels_alone(recipe, layout):
     assert custom_calls(text) == ["mosaic_gpu"] * (6 if fused else 7)
     assert fused == (recipe == "fp8_block")
     assert is_one_program_without_the_host(text)
+
+
+@pytest.mark.parametrize("backend", ["pallas", "deep_gemm", "xla"])
+def test_a_product_is_rounded_before_it_is_quantised_where_asked(backend):
+    layer = layer_of(backend, "fp8_block")
+    cfg = dataclasses.replace(layer.cfg, activation=dg.SiLU(keep_fp32=False))
+    kept, rounded = (
+        lowered(dataclasses.replace(layer, cfg=c), "cuda", count=16) for c in (layer.cfg, cfg)
+    )
+    assert custom_calls(kept) == custom_calls(rounded)
+    assert kept != rounded
 
 
 @pytest.mark.parametrize("count", [1, 17, 4001])

@@ -15,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import error, f64, gaussian, make_layer, tokens
+from conftest import error, every_backend, f64, gaussian, make_layer, run_step, tokens
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4Experts,
     DeepseekV4HashRouter,
     DeepseekV4SparseMoeBlock,
 )
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe import Qwen3MoeConfig
@@ -97,6 +99,23 @@ ROUTERS = {
     "mistral4.Mistral4TopkRouter": (128, C(4, num_groups=4, top_groups=2)),
     "lfm2_moe.Lfm2MoeTopKRouter": (32, C(4, "sigmoid")),
 }
+# Others of transformers that have such a rule in code of their own.
+OTHERS = {
+    C(4, "sigmoid", num_groups=4, top_groups=2, scaling_factor=1.5): """
+        axk1.AXK1TopkRouter axk2.AXK2TopkRouter bailing_hybrid.BailingHybridTopkRouter
+        deepseek_v32.DeepseekV32TopkRouter dots1.Dots1TopkRouter exaone_moe.ExaoneMoeTopkRouter
+        dots3_note.Dots3NoteTextTopkRouter glm4_moe_lite.Glm4MoeLiteTopkRouter
+        glm4v_moe.Glm4vMoeTextTopkRouter glm5_next.Glm5NextTextTopkRouter
+        glm_moe_dsa.GlmMoeDsaTopkRouter hy_v4.HYV4TopkRouter hy_v4_vl.HYV4VLTopkRouter
+        mimo_v2_flash.MiMoV2FlashTopkRouter nemotron_h.NemotronHTopkRouter
+        solar_open.SolarOpenTopkRouter""",
+    C(4, "sigmoid"): """
+        flint.FlintTopKRouter minimax_m3_vl.MiniMaxM3VLTopKRouter step3p7.Step3p7TopKRouter""",
+    C(4): """
+        granitemoehybrid.GraniteMoeHybridTopKRouter granitemoeshared.GraniteMoeSharedTopKRouter
+        lara_mini.LaraMiniTopKRouter qwen3_5_moe.Qwen3_5MoeTopKRouter""",
+}
+ROUTERS |= {name: (64, router) for router, names in OTHERS.items() for name in names.split()}
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -286,6 +305,27 @@ def test_qwen3_moe_sparse_moe_block(renormalize):
         router=dg.RouterConfig(top_k=4, renormalize=renormalize),
     )
     compare(module, layer, tokens(COUNT, HIDDEN))
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "experts, constants, activation",
+    [
+        (DeepseekV4Experts, dict(act_fn=torch.nn.functional.silu, limit=10.0), dg.SiLU(10.0)),
+        (GptOssExperts, dict(alpha=1.702, limit=7.0), dg.OAISwiGLU()),
+    ],
+)
+def test_clamped_activations(experts, constants, activation, backend):
+    gateup = gaussian(np.random.default_rng(0), 16, 2 * INNER * 2, scale=8.0)
+    gate, up = np.split(gateup, 2, axis=1)
+    pairs = np.stack([gate, up], axis=-1).reshape(gateup.shape)
+    given = torch_f32(pairs if experts is GptOssExperts else gateup)
+    want = experts._apply_gate(SimpleNamespace(**constants), given)
+    tiles = jnp.array([[0], [0], [16]], jnp.int32)
+    kind, params = activation.params()
+    rule = dict(tile=16, alignment=8, activation=kind, params=params)
+    got = run_step(jnp.asarray(gateup), tiles, step="act", backend=backend, **rule)
+    np.testing.assert_allclose(f64(got), f64(want.numpy()), rtol=2**-8, atol=1e-30)
 
 
 @pytest.mark.parametrize("kind", ["hash_moe", "moe"])

@@ -1,5 +1,8 @@
 """Each step on its own, by the flat signature that all backends share."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -24,8 +27,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dgmoe_jax as dg
-from dgmoe_jax import backends, reference
+from dgmoe_jax import backends, recipes, reference
 from dgmoe_jax.layouts import contiguous_rows, num_tiles
+from dgmoe_jax.steps import experts
+from dgmoe_jax.types import Rows
 
 # --- permute_index
 
@@ -220,6 +225,69 @@ def test_act_quant_is_the_reference_quantised_without_a_rounding_between(
     # Half a unit in the last place of e4m3: 2**-4 of a normal value, 2**-10 of the scale below.
     bound = np.abs(want) * 2**-4 + f64(want_scales) * 2**-10
     assert (np.abs(back - want) <= bound * (1 + 1e-4)).all()
+
+
+# Gates and ups that are nothing, tiny, ordinary, at the limits, huge, infinite or no number.
+HOSTILE = [0, 1e-37, 1e-30, 1e-3, 0.75, 1.25, 7, 10, 20, 60, 85, 90, 200, 3e4, 3e38, np.inf]
+HOSTILE = np.array([*HOSTILE, *(-x for x in HOSTILE), np.nan], ml_dtypes.bfloat16)
+
+
+@every_backend
+@pytest.mark.parametrize("kind, params", [*ACTIVATIONS, ("silu", (10.0,)), ("situ", (0.5, 2e-3))])
+def test_activations_of_hostile_numbers_are_those_of_f64(backend, kind, params):
+    pairs = np.stack(np.meshgrid(HOSTILE, HOSTILE)).reshape(2, -1)
+    pairs = np.pad(pairs, ((0, 0), (0, -pairs.shape[1] % 1024))).reshape(2, -1, 128)
+    gateup = jnp.asarray(np.concatenate(pairs, axis=1))
+    rows = len(gateup)
+    tiles = jnp.array([[0], [0], [rows]], jnp.int32)
+    rule = dict(tile=rows, alignment=8, activation=kind, params=params)
+    got = f64(run_step(gateup, tiles, step="act", backend=backend, **rule))
+    gate, up = f64(pairs)
+    with np.errstate(all="ignore"):
+        want = reference.activate(gate, up, kind, params)
+        # A sigmoid that f32 cannot tell from 0 may be 0, and no number then times an infinite up.
+        vanishes = (params[0] if kind == "oai_swiglu" else 1) * gate < -85
+        lost = vanishes & np.isinf(up) & np.isinf(want)
+        want = np.where(np.abs(want) > 3.3895e38, np.sign(want) * np.inf, want)  # past bf16's end
+        near = np.abs(want) * (2**-8 + 2**-16) + 2.0**-124
+        near += np.where(vanishes, np.nan_to_num(np.abs(gate * up)) * 2.0**-122, 0)
+        agrees = (got == want) | (np.abs(got - want) <= near) | np.isnan(want) & np.isnan(got)
+    assert (agrees | lost).all()
+
+
+@every_backend
+def test_silu_has_the_values_of_deepseek_v4s_limit(backend):
+    gateup = np.zeros((8, 256), ml_dtypes.bfloat16)
+    gateup[:2, :128], gateup[:2, 128:] = [[20], [-20]], [[20], [-20]]
+    tiles = jnp.array([[0], [0], [2]], jnp.int32)
+    rule = dict(tile=8, alignment=8, activation="silu", slabs=1, group=128, ue8m0=False)
+    for limit, want in ((10.0, [99.9955, 4.1223e-7]), (None, [400.0, 8.2446e-7])):
+        values, scales = run_step(
+            jnp.asarray(gateup), tiles, step="act_quant", backend=backend, params=(limit,), **rule
+        )
+        # A row of one number is 448 times its scale, exactly: f32 all the way.
+        got = f64(values)[:2, 0] * f64(scales)[0, :2]
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@every_backend
+@pytest.mark.parametrize("fmt", [recipes.FP8_1X128, recipes.MXFP8_1X32], ids=lambda f: f.name)
+def test_a_product_that_is_not_kept_in_f32_is_activated_then_quantised(backend, fmt):
+    gateup, tiles, live = gate_and_up()
+    plan = dg.plan(random_layer(backend=backend).cfg, 32, arch="cpu")
+    plan = dataclasses.replace(plan, rows=64, capacity=64, alignment=8, tile=16)
+    rows = Rows(gateup, None, tiles, None, None)
+    run = jax.jit(experts.activate, static_argnames=("activation", "fmt", "plan"))
+    got = {
+        keep: run(gateup, rows, activation=dg.SiLU(keep_fp32=keep), fmt=fmt, plan=plan)
+        for keep in (True, False)
+    }
+    rounded = run(gateup, rows, activation=dg.SiLU(), fmt=recipes.BF16, plan=plan).values
+    how = dict(group=fmt.group[1], ue8m0=fmt.ue8m0)
+    values, scales = run_step(rounded, step="quant", backend=backend, **how)
+    same_bits(got[False].values[live], values[live])
+    same_bits(row_scales(got[False].scales, 1, 64)[live], row_scales(scales, 1, 64)[live])
+    assert (f64(got[True].values)[live] != f64(got[False].values)[live]).any()
 
 
 # --- unpermute

@@ -43,7 +43,7 @@ def activate(gateup: Array, rows: Rows, activation: Activation, fmt: Format, pla
     if fmt.group is None:
         values = backends.get("act", plan.backend)(gateup, rows.tiles, **rule)
         return replace(rows, values=values)
-    rule |= dict(slabs=plan.slabs, **fmt.scaling)
+    rule |= dict(slabs=plan.slabs, keep_fp32=activation.keep_fp32, **fmt.scaling)
     values, scales = backends.get("act_quant", plan.backend)(gateup, rows.tiles, **rule)
     return replace(rows, values=values, scales=scales)
 
@@ -58,6 +58,7 @@ def _gemm_and_activate(
         **_how(fmt, weights, plan),
         activation=kind,
         params=params,
+        keep_fp32=activation.keep_fp32,
         **fmt.scaling,
     )
     return replace(rows, values=values, scales=scales)
