@@ -24,6 +24,7 @@ _PALLAS = {
     "act": "act_quant:act",
     "act_quant": "act_quant:act_quant",
     "unpermute": "unpermute:unpermute",
+    "requant": "requant:requant",
     "gemm": "gemm:gemm",
     "gemm_act_quant": "gemm:gemm_act_quant",
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from dgmoe_jax import layouts
-from dgmoe_jax.recipes import RECIPES, padded
+from dgmoe_jax.recipes import READS, RUNS_ON, is_read_by, padded, run_of
 
 
 def shape(name: str, array, expected: Sequence[int | None]) -> None:
@@ -81,7 +81,13 @@ def routing(topk_ids, topk_weights, num_tokens: int | None) -> None:
 
 def params(params, cfg) -> None:
     """`params` were prepared for `cfg`: the same padded sizes, recipe and shared experts."""
-    hidden, fmt = padded(cfg.hidden_size), RECIPES[cfg.recipe].weights
+    hidden, fmt = padded(cfg.hidden_size), params.experts.w13.format
+    if run_of(cfg.recipe, fmt) is None:
+        known = sorted({run.operands.weights.name for run in RUNS_ON[cfg.recipe].values()})
+        raise ValueError(
+            f"params.experts.w13: format {fmt.name!r}, must be {' or '.join(map(repr, known))} for"
+            f" recipe={cfg.recipe!r}"
+        )
     shape("params.gate_weight", params.gate_weight, (cfg.num_experts, cfg.hidden_size))
     if params.gate_bias is not None:
         shape("params.gate_bias", params.gate_bias, (cfg.num_experts,))
@@ -108,9 +114,20 @@ def params(params, cfg) -> None:
             shape(where, weight.values, (num_experts, n, k // fmt.packed))
             dtype(where, weight.values, (fmt.dtype,))
             if fmt.group is not None:
-                scales = (num_experts, n // fmt.group[0], k // fmt.group[1])
+                scales = (num_experts, *fmt.scales_shape(n, k))
                 shape(f"{where}.scales", weight.scales, scales)
-                dtype(f"{where}.scales", weight.scales, ("float32",))
+                dtype(f"{where}.scales", weight.scales, (fmt.scales_dtype,))
+
+
+def readable(params, cfg, backend: str) -> None:
+    """`backend` reads `params` as they are stored."""
+    fmt = params.experts.w13.format
+    if not is_read_by(backend, cfg.recipe, fmt):
+        scales = "packed" if fmt.packed_scales else "f32"
+        raise NotImplementedError(
+            f"backend={backend!r} does not read params' {fmt.name!r} weights with {scales} scales;"
+            f" prepare_params(raw, cfg, arch=...) lays them out for it with one of {READS[backend]}"
+        )
 
 
 def plan(plan, num_experts: int, num_tokens: int, top_k: int, distinct: bool) -> None:

@@ -10,7 +10,7 @@ from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Plan, dense
 from dgmoe_jax.plan import plan as make_plan
-from dgmoe_jax.recipes import RECIPES, padded
+from dgmoe_jax.recipes import padded, run_of
 from dgmoe_jax.steps import experts, permute, unpermute
 from dgmoe_jax.steps import route as routing_step
 from dgmoe_jax.tracing import not_differentiable
@@ -73,8 +73,9 @@ def moe_layer(
     checks.plan(plan, num_experts, num_tokens, top_k, distinct)
     if num_tokens == 0:
         return jnp.zeros_like(x)
-    fmt = RECIPES[cfg.recipe].activations
+    fmt = run_of(cfg.recipe, params.experts.w13.format).operands.activations
     backend = plan.backend
+    checks.readable(params, cfg, backend)
     x, params, routing = not_differentiable((x, params, routing))
     x = backends.only_where_it_runs(x, backend)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from dgmoe_jax import backends, layouts
 from dgmoe_jax.config import BACKENDS, MoEConfig
-from dgmoe_jax.recipes import RECIPES, RUNS_ON, TILE, Recipe, padded
+from dgmoe_jax.recipes import READS, RUNS_ON, TILE, Recipe, padded, target
 
 PALLAS_TO_ROWS, PALLAS_TO_HIDDEN = 96, 4096
 """Where `backend="auto"` takes our grouped GEMM on an H200: up to so many rows expected per expert,
@@ -136,13 +136,14 @@ def plan(
         raise ValueError(f"arch={arch!r}: must be 'cpu', 'gpu' or 'sm90', 'sm100', ...")
     if arch not in RUNS_ON[cfg.recipe]:
         runs = [name for name, archs in RUNS_ON.items() if arch in archs]
-        instead = f"these do: {runs}" if runs else f"'bf16' runs on {RUNS_ON['bf16']}"
+        instead = f"these do: {runs}" if runs else f"'bf16' runs on {sorted(RUNS_ON['bf16'])}"
         raise NotImplementedError(f"recipe={cfg.recipe!r} does not run on {arch}; {instead}")
     expected_rows = num_tokens * top_k / cfg.num_experts
     backend, reason = _backend(cfg, arch, expected_rows, asked)
+    run = RUNS_ON[cfg.recipe][target(arch, cfg.backend)]
 
     def laid_out(layout: str) -> Plan:
-        return _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids)
+        return _laid_out(cfg, run.operands, num_tokens, top_k, layout, backend, distinct_ids)
 
     if cfg.layout != "auto":
         chosen, why = laid_out(cfg.layout), "layout as asked"
@@ -158,7 +159,10 @@ def plan(
             f"num_tokens={num_tokens} needs {chosen.workspace_bytes} bytes of workspace"
             f" ({chosen.layout}), free_bytes={free_bytes}"
         )
-    why = f"{reason}; {why}; {expected_rows:.4g} rows expected per expert: tiles of {chosen.tile}"
+    why = (
+        f"{cfg.recipe} {run.how}; {reason}; {why}; {expected_rows:.4g} rows expected per expert:"
+        f" tiles of {chosen.tile}"
+    )
     return replace(chosen, why=why)
 
 
@@ -186,7 +190,7 @@ def _layout(cfg, backend, expected_rows, laid_out, budget, fraction) -> tuple[Pl
     return masked, "masked measured faster"
 
 
-def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
+def _laid_out(cfg, operands, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
     assignments = num_tokens * top_k
     expected_rows = assignments / cfg.num_experts
     alignment, tile, fused = tiling(expected_rows, backend, cfg.recipe)
@@ -208,7 +212,7 @@ def _laid_out(cfg, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
         expected_m=-(-assignments // cfg.num_experts),
         distinct_ids=distinct_ids is True,
         workspace_bytes=_workspace_bytes(
-            cfg, num_tokens, assignments, rows, tile, fused, backend, layout
+            cfg, operands, num_tokens, assignments, rows, tile, fused, backend, layout
         ),
         backend=backend,
         why="",
@@ -265,7 +269,7 @@ def tiling(expected_rows: float, backend: str, recipe: str) -> tuple[int, int, b
 
 def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tuple[str, str]:
     if cfg.backend != "auto":
-        _refuse(cfg.backend, cfg.recipe, arch)
+        _refuse(cfg.backend, arch)
         return cfg.backend, f"backend {cfg.backend!r} as asked"
     if arch != "sm90":
         return "xla", f"'xla' runs everywhere and {arch} is no sm90 GPU"
@@ -280,25 +284,19 @@ def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tu
     return "deep_gemm", "DeepGEMM measured fastest with many rows per expert"
 
 
-def _refuse(backend: str, recipe: str, arch: str) -> None:
+def _refuse(backend: str, arch: str) -> None:
     # "cpu" is not refused: a program may be lowered there for a GPU elsewhere, and lowering checks.
-    if backend == "pallas" and arch not in ("cpu", "sm90"):
+    if arch not in ("cpu", *READS[backend]):
+        what = "our grouped GEMM" if backend == "pallas" else "DeepGEMM"
         raise NotImplementedError(
-            f"backend='pallas' on {arch}: the grouped GEMM is a Hopper (sm90) kernel; 'xla' runs"
-        )
-    if (
-        backend == "deep_gemm"
-        and arch not in ("cpu", "sm90")
-        and (arch, recipe) != ("sm100", "bf16")
-    ):
-        raise NotImplementedError(
-            f"backend='deep_gemm' with recipe={recipe!r} on {arch}: DeepGEMM runs on sm90, and"
-            " 'bf16' on sm100 (its FP8 kernels there read packed UE8M0 scales); 'xla' runs"
+            f"backend={backend!r} on {arch}: {what} runs on {' and '.join(READS[backend])}; 'xla'"
+            " runs"
         )
 
 
 def _workspace_bytes(
     cfg: MoEConfig,
+    operands: Recipe,
     num_tokens: int,
     assignments: int,
     rows: int,
@@ -309,12 +307,12 @@ def _workspace_bytes(
 ) -> int:
     """Rows on their way through the experts, their index, and beside the shared experts' rows the
     routed result."""
-    recipe, hidden = RECIPES[cfg.recipe], padded(cfg.hidden_size)
+    hidden = padded(cfg.hidden_size)
 
     def widest(inner: int, fused: bool) -> int:
         """Bytes of a row's input and output of the widest step."""
-        w13_in, w13_out = _row_bytes(recipe, hidden), 4 * inner
-        w2_in, w2_out = _row_bytes(recipe, inner), 2 * hidden
+        w13_in, w13_out = _row_bytes(operands, hidden), 4 * inner
+        w2_in, w2_out = _row_bytes(operands, inner), 2 * hidden
         steps = [(w2_in, w2_out)]
         steps += [(w13_in, w2_in)] if fused else [(w13_in, w13_out), (w13_out, w2_in)]
         return max(map(sum, steps))
@@ -332,4 +330,6 @@ def _workspace_bytes(
 
 def _row_bytes(recipe: Recipe, width: int) -> int:
     fmt = recipe.activations
-    return 2 * width if fmt.group is None else width + 4 * width // fmt.group[1]
+    if fmt.group is None:
+        return 2 * width
+    return width + (1 if fmt.packed_scales else 4) * width // fmt.group[1]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dgmoe_jax.interop.scales import pack_ue8m0
 from dgmoe_jax.recipes import Format, format_named
 from dgmoe_jax.types import Scaled
-from dgmoe_jax.xla import divide, scale_of
+from dgmoe_jax.xla import decode, divide, scale_of, spread
 
 
 def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scaled:
@@ -18,7 +19,7 @@ def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scal
 
     Per group: scale = max(amax, 1e-10) / peak (`ue8m0`: rounded up to a power of two), values
     clamped to the format's range and rounded to nearest even. Groups at the edges may be short.
-    scales: [..., ceil(N / group rows), ceil(K / group columns)] f32.
+    scales: [..., ceil(N / group rows), ceil(K / group columns)] f32, or as `Scaled` has them.
 
     Args:
       spec: "bf16", "fp8_1x128", "fp8_128x128", "mxfp8_1x32" or "mxfp4_1x32", or a `Format`.
@@ -39,6 +40,7 @@ def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scal
     x = x.astype(jnp.float32)
     scales = scale_of(_amax(jnp.abs(x), fmt.group), fmt.peak, fmt.ue8m0)
     values = jnp.clip(divide(x, spread(scales, fmt.group, x.shape)), -fmt.peak, fmt.peak)
+    scales = stored(scales, fmt, x.shape[-2] if x.ndim > 1 else 1)
     if fmt.packed == 2:
         nibbles = lax.bitcast_convert_type(values.astype(jnp.float4_e2m1fn), jnp.uint4)
         low, high = nibbles[..., ::2].astype(jnp.uint8), nibbles[..., 1::2].astype(jnp.uint8)
@@ -48,24 +50,16 @@ def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scal
 
 def dequantize(scaled: Scaled) -> Array:
     """`Scaled` -> [..., K] f32: values times their group's scale."""
-    fmt, values = scaled.format, scaled.values
-    if fmt.packed == 2:
-        nibbles = jnp.stack([values & 0xF, values >> 4], axis=-1)
-        nibbles = nibbles.reshape(*values.shape[:-1], 2 * values.shape[-1])
-        values = lax.bitcast_convert_type(nibbles.astype(jnp.uint4), jnp.float4_e2m1fn)
-    values = values.astype(jnp.float32)
-    if scaled.scales is None:
-        return values
-    return values * spread(scaled.scales, fmt.group, values.shape)
+    return decode(scaled.values, scaled.scales, scaled.format.shares)
 
 
-def spread(scales: Array, group: tuple[int, int], shape: tuple[int, ...]) -> Array:
-    """Scales per group -> one per element of `shape`."""
-    for axis, size in zip((-2, -1), group, strict=True):
-        if size > 1:
-            scales = jnp.repeat(scales, size, axis=axis)
-            scales = lax.slice_in_dim(scales, 0, shape[axis], axis=scales.ndim + axis)
-    return scales
+def stored(scales: Array, fmt: Format, n: int) -> Array:
+    """f32 scales, one a group, of `n` rows -> as `fmt` stores them. Packed, they must be powers of
+    two: others raise ValueError or, while tracing, become NaN."""
+    if not fmt.packed_scales:
+        return scales
+    rows = fmt.group[0]
+    return pack_ue8m0(jnp.repeat(scales, rows, axis=-2)[..., :n, :] if rows > 1 else scales)
 
 
 def _amax(magnitude: Array, group: tuple[int, int]) -> Array:

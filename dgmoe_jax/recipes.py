@@ -19,6 +19,8 @@ class Format:
     peak:   largest magnitude the values can hold; scale = amax / peak.
     ue8m0:  scales are powers of two (rounded up) instead of any f32.
     packed: values stored in one element of `dtype` along K.
+    packed_scales: every row's scales are stored as SM100's kernels read them: UE8M0 exponents, four
+            along K in an int32, MN-major (`dgmoe_jax.interop.scales`).
     """
 
     name: str
@@ -27,6 +29,30 @@ class Format:
     peak: float | None = None
     ue8m0: bool = False
     packed: int = 1
+    packed_scales: bool = False
+
+    @property
+    def shares(self) -> tuple[int, int] | None:
+        """(rows, columns) that share one *stored* scale: packed, each row has its own."""
+        return (1, self.group[1]) if self.packed_scales else self.group
+
+    @property
+    def scales_dtype(self) -> str:
+        return "int32" if self.packed_scales else "float32"
+
+    @property
+    def scaling(self) -> dict[str, object]:
+        """What the steps that quantise rows to this format are told."""
+        group = self.group and self.group[1]
+        return dict(group=group, ue8m0=self.ue8m0, packed=self.packed_scales)
+
+    def scales_shape(self, n: int, k: int) -> tuple[int, int]:
+        """Of the scales of [n, k] values; k counts values, not the elements they are packed in."""
+        rows, columns = self.shares
+        groups = -(-k // columns)
+        if self.packed_scales:
+            return -(-groups // 4), -(-n // 4) * 4
+        return -(-n // rows), groups
 
 
 BF16 = Format("bf16", "bfloat16")
@@ -68,18 +94,78 @@ RECIPES = {
         Recipe("bf16", BF16, BF16),
         Recipe("fp8_block", FP8_1X128, FP8_128X128),
         Recipe("mxfp8", MXFP8_1X32, MXFP8_1X32),
-        Recipe("mxfp4", FP8_1X128, MXFP4_1X32),
+        # DeepGEMM has FP4 on SM100 only, where all scales are UE8M0.
+        Recipe("mxfp4", replace(FP8_1X128, ue8m0=True), MXFP4_1X32),
     )
 }
 
-# Recipes whose GEMMs exist, by the architecture `arch` names ("cpu", "sm90", ...).
-# DeepGEMM's SM100 kernels read fp8_block scales as packed UE8M0, which is not written yet.
+
+@dataclass(frozen=True)
+class Run:
+    """How an architecture computes a recipe: what its GEMMs multiply, and how weights get there."""
+
+    operands: Recipe
+    how: str
+
+
+def _packed(recipe: Recipe) -> Recipe:
+    """`recipe` as SM100 stores it: UE8M0 scales, packed."""
+    a, w = (
+        fmt if fmt.group is None else replace(fmt, ue8m0=True, packed_scales=True)
+        for fmt in (recipe.activations, recipe.weights)
+    )
+    return Recipe(recipe.name, a, w)
+
+
+_BLOCK = RECIPES["fp8_block"]
+
+# Recipe -> architecture (as `plan` names it) -> how it runs there. "gpu" is one that does not say
+# what it is. The loss is a relative error, by the kind of weights: bench/quantizers.jsonl.
 RUNS_ON = {
-    "bf16": ("cpu", "gpu", "sm90", "sm100"),
-    "fp8_block": ("cpu", "gpu", "sm90", "sm100"),
-    "mxfp8": (),
-    "mxfp4": (),
+    name: {
+        "cpu": Run(recipe, "natively"),
+        "gpu": Run(recipe, "natively"),
+        "sm90": Run(recipe, "natively"),
+        "sm100": Run(_packed(recipe), "natively, by contract: never run on such a GPU"),
+    }
+    for name, recipe in RECIPES.items()
 }
+RUNS_ON["mxfp8"]["sm90"] = Run(
+    _BLOCK,
+    "as fp8_block, since sm90 has no 1 x 32 scales: weights that are MXFP8 already are requantised"
+    " to 128 x 128 when prepared, which costs 2.4 to 2.8 % of them, others are quantised so",
+)
+RUNS_ON["mxfp4"]["sm90"] = Run(
+    _BLOCK,
+    "as fp8_block, since sm90 has no FP4: weights are widened to FP8 when prepared, lossless where"
+    " the scales of a 128 x 128 block span at most 2^14",
+)
+
+READS = {
+    "xla": ("cpu", "gpu", "sm90", "sm100"),
+    "pallas": ("sm90",),
+    "deep_gemm": ("sm90", "sm100"),
+    "emulator": ("sm90", "sm100"),
+}
+"""Backend -> the architectures whose operands its GEMM reads; a CPU stands for the first."""
+
+
+def target(arch: str, backend: str) -> str:
+    """The architecture to lay weights out for: `arch`, but on a CPU the one of a GPU backend that
+    is named, whose program is lowered there for another machine, or emulated."""
+    return READS[backend][0] if arch == "cpu" and backend in READS else arch
+
+
+def run_of(recipe: str, weights: Format) -> Run | None:
+    """The way to run `recipe` whose weights are stored so; None: there is none."""
+    runs = RUNS_ON[recipe].values()
+    return next((run for run in runs if run.operands.weights == weights), None)
+
+
+def is_read_by(backend: str, recipe: str, weights: Format) -> bool:
+    """Whether `backend`'s GEMM reads weights that are stored so."""
+    return any(RUNS_ON[recipe][arch].operands.weights == weights for arch in READS[backend])
+
 
 TILE = 128
 """Hidden and intermediate sizes are padded to a multiple of this inside the layer."""

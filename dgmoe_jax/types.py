@@ -30,7 +30,8 @@ class Routing:
 class Scaled:
     """Values [..., N, K] in `format`, with scales [..., N / group rows, K / group columns] f32.
 
-    An unscaled format has `scales=None`; a packed one stores K / packed elements a row.
+    An unscaled format has `scales=None`; a packed one stores K / packed elements a row. Where the
+    format packs scales they are [..., ceil(K / group columns / 4), N rounded up to 4] int32.
     """
 
     values: Array

@@ -13,7 +13,7 @@ from pathlib import Path
 from dgmoe_jax import backends
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Plan, dense, plan
-from dgmoe_jax.recipes import padded
+from dgmoe_jax.recipes import RUNS_ON, padded, target
 
 ANY_MEMORY = 2**62  # bytes free: slabs wherever they gain something
 
@@ -22,8 +22,9 @@ ANY_MEMORY = 2**62  # bytes free: slabs wherever they gain something
 class Gemm:
     """All that DeepGEMM chooses a kernel by, the GPU aside.
 
-    layout, recipe: as in a plan and a config. groups, n, k: the weights' shape. alignment: of
-    contiguous segments, 0 where masked. m: number of rows, or `expected_m` where masked.
+    layout: as in a plan. recipe: of the operands, "fp8_block" where another runs as that one.
+    groups, n, k: the weights' shape. alignment: of contiguous segments, 0 where masked. m: number
+    of rows, or `expected_m` where masked.
     """
 
     layout: str
@@ -71,6 +72,7 @@ def gemms(cfg: MoEConfig, token_counts: Iterable[int], *, arch: str | None = Non
     cfg, arch, found = cfg.as_grouped(), arch or backends.current_arch(), set()
     for num_tokens in sorted(set(token_counts)):
         for decision in _plans(cfg, num_tokens, arch):
+            recipe = RUNS_ON[cfg.recipe][target(arch, cfg.backend)].operands.name
             blocks = [(decision, cfg.num_experts, cfg.intermediate_size)]
             if cfg.num_shared_experts:
                 inner = cfg.num_shared_experts * cfg.intermediate_size
@@ -80,7 +82,7 @@ def gemms(cfg: MoEConfig, token_counts: Iterable[int], *, arch: str | None = Non
                 masked = block.layout == "masked"
                 rows = (0, block.expected_m) if masked else (block.alignment, block.rows)
                 for n, k in ((2 * inner, hidden), (hidden, inner)):
-                    found.add(Gemm(block.layout, cfg.recipe, groups, n, k, *rows))
+                    found.add(Gemm(block.layout, recipe, groups, n, k, *rows))
     return sorted(found)
 
 
@@ -148,6 +150,10 @@ def warmup(
         raise NotImplementedError(f"cannot compile for backend='deep_gemm': {missing}")
     elif needed and arch not in (None, here):
         raise NotImplementedError(f"arch={arch!r}: kernels compile where they run, here on {here}")
+    elif needed and here != "sm90" and cfg.recipe != "bf16":
+        raise NotImplementedError(
+            f"recipe={cfg.recipe!r} on {here}: warm-up makes operands of sm90 only, and 'bf16'"
+        )
     elif cfg.backend == "emulator":
         why = "the emulator needs the shim only"
     else:

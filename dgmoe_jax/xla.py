@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dgmoe_jax.interop.scales import unpack_ue8m0
 from dgmoe_jax.layouts import num_tiles
 from dgmoe_jax.tracing import vary_alike
 
@@ -214,6 +215,55 @@ def _packed(scales: Array) -> Array:
     return jnp.sum(words, axis=-1, dtype=jnp.int32)
 
 
+def requant(
+    x: Array,
+    scales: Array,
+    masked_m: Array,
+    output_scale: Array,
+    out: Array,
+    *,
+    mn_major: bool = False,
+) -> Array:
+    """`out` with out[e, r] = x[e, r] * scales[e, r] / output_scale for the rows r < masked_m[e].
+
+    x, out [E, M, H] float8_e4m3fn; scales [E, M, H / 128] f32, or `mn_major` [E, H / 128, S];
+    masked_m [E] int32; output_scale [] or [1] f32. Beyond +-448 becomes +-448.
+    """
+    if mn_major:
+        scales = scales[:, :, : x.shape[1]].swapaxes(1, 2)
+    y = decode(x, scales, (1, 128)) * (1.0 / output_scale.reshape(()))
+    y = jnp.clip(y, -448.0, 448.0).astype(out.dtype)
+    live = jnp.arange(x.shape[1]) < masked_m[:, None]
+    return jnp.where(live[..., None], y, out)
+
+
+def spread(scales: Array, group: tuple[int, int], shape: tuple[int, ...]) -> Array:
+    """Scales per group (rows, columns) -> one per element of `shape`."""
+    for axis, size in zip((-2, -1), group, strict=True):
+        if size > 1:
+            scales = jnp.repeat(scales, size, axis=axis)
+            scales = lax.slice_in_dim(scales, 0, shape[axis], axis=scales.ndim + axis)
+    return scales
+
+
+def decode(values: Array, scales: Array | None, shares: tuple[int, int] | None) -> Array:
+    """values [.., N, K] (uint8: FP4, [.., N, K / 2]) times their scales -> [.., N, K] f32.
+
+    scales: f32, one for `shares` (rows, columns) of values; or int32, packed UE8M0, one for each
+    row and `shares[1]` columns; or None.
+    """
+    if values.dtype == jnp.uint8:
+        nibbles = jnp.stack([values & 0xF, values >> 4], axis=-1)
+        nibbles = nibbles.reshape(*values.shape[:-1], 2 * values.shape[-1])
+        values = lax.bitcast_convert_type(nibbles.astype(jnp.uint4), jnp.float4_e2m1fn)
+    values = values.astype(F32)
+    if scales is None:
+        return values
+    if scales.dtype == jnp.int32:
+        scales = unpack_ue8m0(scales, values.shape[-2], -(-values.shape[-1] // shares[1]))
+    return values * spread(scales, shares, values.shape)
+
+
 def divide(x: Array, y: Array) -> Array:
     """x / y, correctly rounded.
 
@@ -309,20 +359,29 @@ def gemm(
     tile: int,
     slabs: int,
     expected_m: int,
+    recipe_a: tuple[int, int] | None = (1, 128),
+    recipe_b: tuple[int, int] | None = (128, 128),
 ) -> Array:
     """a [M, K] x b [E, N, K] -> [M, N] bf16; a tile's rows use its expert's b, f32 accumulation.
+
+    recipe_a, recipe_b: (rows, columns) that share a scale, where there are scales: f32 ones, or
+    int32, packed UE8M0. b in uint8 is FP4.
 
     A loop over `tiles` that stops at the last real one; a tile's padding spills into rows that a
     later tile writes, or that nobody reads:
     `lax.ragged_dot` multiplies every row by every expert where it has no kernel of its own, and
     batched products copy an expert's weights once per tile.
     """
-    num_rows, n = a.shape[0], b.shape[1]
+    (num_rows, k), n = a.shape, b.shape[1]
     tail = tile - alignment + -num_rows % alignment
     a = jnp.pad(a, ((0, tail), (0, 0)))
     if a_scales is not None:
-        groups, capacity = a_scales.shape[0] // slabs, num_rows // slabs
-        a_scales = a_scales.reshape(slabs, groups, -1)[:, :, :capacity].transpose(0, 2, 1)
+        capacity, groups = num_rows // slabs, k // recipe_a[1]
+        a_scales = a_scales.reshape(slabs, -1, a_scales.shape[1])
+        if a_scales.dtype == jnp.int32:
+            a_scales = unpack_ue8m0(a_scales, capacity, groups)
+        else:
+            a_scales = a_scales[:, :, :capacity].transpose(0, 2, 1)
         a_scales = jnp.pad(a_scales.reshape(num_rows, groups), ((0, tail), (0, 0)))
     # Slices are cut from bits: XLA on a CPU would convert all of a float8 array to cut one.
     a_bits, b_bits = _bits(a), _bits(b)
@@ -334,11 +393,9 @@ def gemm(
         weights = lax.dynamic_index_in_dim(b_bits, expert, keepdims=False)
         weights = lax.bitcast_convert_type(weights, b.dtype)
         if a_scales is not None:
-            rows_scale = lax.dynamic_slice_in_dim(a_scales, first, tile)
-            rows = rows.astype(F32) * jnp.repeat(rows_scale, 128, axis=1)
-            weights_scale = lax.dynamic_index_in_dim(b_scales, expert, keepdims=False)
-            spread = jnp.repeat(jnp.repeat(weights_scale, 128, axis=0), 128, axis=1)
-            weights = weights.astype(F32) * spread
+            rows = decode(rows, lax.dynamic_slice_in_dim(a_scales, first, tile), recipe_a)
+            scales = lax.dynamic_index_in_dim(b_scales, expert, keepdims=False)
+            weights = decode(weights, scales, recipe_b)
         product = lax.dot_general(
             rows,
             weights,

@@ -35,6 +35,8 @@ def gemm(
     tile: int,
     slabs: int,
     expected_m: int,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> Array:
     """Rows of each tile times its expert's weights, accumulated in f32. Needs an SM90 GPU.
@@ -51,6 +53,7 @@ def gemm(
       alignment: rows from the live ones up to its next multiple may be written, none beyond.
       tile: most rows of a tile: a multiple of `alignment` and at most 256.
       expected_m: DeepGEMM's, too: `tile` says it here.
+      recipe_a, recipe_b: (rows, columns) that share a scale: (1, 128) and (128, 128), or None.
       interpret: run on a CPU, in Mosaic GPU interpret mode, where a jnp.dot stands for WGMMA.
 
     Returns:
@@ -62,6 +65,7 @@ def gemm(
     Raises TypeError or ValueError for a dtype, shape or alignment that does not fit.
     """
     del m_indices, masked_m, expected_m
+    _check_recipes(recipe_a, recipe_b)
     _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
     operands = a, a_scales, b, b_scales, tiles
     return _grouped(*operands, tile, None, alignment=alignment, slabs=slabs, interpret=interpret)[0]
@@ -82,6 +86,8 @@ def gemm_act_quant(
     expected_m: int,
     activation: str,
     params: tuple[float | None, ...],
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
     keep_fp32: bool = True,
     group: int | None = GROUP,
     ue8m0: bool = False,
@@ -104,6 +110,7 @@ def gemm_act_quant(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
+    _check_recipes(recipe_a, recipe_b)
     _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
     if b.shape[1] % (2 * GROUP):
         raise ValueError(f"b is {b.shape}; it must be [E, 2I, K], I % {GROUP} == 0")
@@ -140,6 +147,12 @@ def fuses(*, fp8: bool) -> bool:
     rows in the first of those shapes; in the wide kernel w13 takes, fused, 7511 us at 512 rows and
     7802 alone. bf16 products leave no registers for it."""
     return fp8
+
+
+def _check_recipes(recipe_a, recipe_b) -> None:
+    for name, given, known in (("a", recipe_a, (1, GROUP)), ("b", recipe_b, (GROUP, GROUP))):
+        if given not in (None, known):
+            raise NotImplementedError(f"recipe_{name}={given}: this GEMM reads scales of {known}")
 
 
 def _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs) -> None:

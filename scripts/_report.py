@@ -1,4 +1,4 @@
-"""Reads bench/layer.jsonl: the README's table, and time against tokens as a plot."""
+"""Reads bench/*.jsonl: the README's tables, time against tokens and errors of recipes as plots."""
 
 from __future__ import annotations
 
@@ -109,5 +109,51 @@ def draw(source: Path, target: Path) -> None:
         axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
         axes.set_title("{}: {} experts, top {}, {} x {}".format(*shape), fontsize=9)
         axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8)
+    figure.savefig(target, dpi=130)
+
+
+def quantizers(records: list[dict]) -> dict[tuple, dict]:
+    """(weights, recipe, arch, source) -> the last line of each."""
+    keys = ("weights", "recipe", "arch", "source")
+    return {tuple(r[k] for k in keys): r for r in records if r.get("bench") == "quantizers"}
+
+
+def quantizers_table(records: list[dict]) -> str:
+    """Markdown: a row for each recipe, architecture and source, errors in per cent by weights."""
+    found = quantizers(records)
+    kinds = list(dict.fromkeys(kind for kind, *_ in found))
+    lines = [
+        f"| recipe | on | weights come as | stored as | bits | {' | '.join(kinds)} | layer |",
+        f"|{'---|' * (6 + len(kinds))}",
+    ]
+    for recipe, arch, source in dict.fromkeys(key[1:] for key in found):
+        at = [found[kind, recipe, arch, source] for kind in kinds]
+        stored = at[0]["format"] + (" UE8M0" if at[0]["ue8m0"] else "")
+        errors = [f"{100 * r['relative_error']:.2f} %" for r in at]
+        row = [recipe, arch, source, stored, f"{at[0]['bits']:.2f}", *errors]
+        lines.append(f"| {' | '.join(row)} | {100 * at[0]['layer_error']:.2f} % |")
+    return "\n".join(lines)
+
+
+def draw_quantizers(source: Path, target: Path) -> None:
+    """Write the PNG: relative and largest error of weights that are quantised. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    found = {k: r for k, r in quantizers(read(source)).items() if k[3] == "bf16"}
+    if not found:
+        raise ValueError(f"{source}: no quantised weights in it")
+    kinds = list(dict.fromkeys(kind for kind, *_ in found))
+    runs = [run for run in dict.fromkeys(key[1:3] for key in found) if run[0] != "bf16"]
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    quantities = (("relative_error", "relative error"), ("max_error", "largest error"))
+    for axes, (quantity, label) in zip(figure.subplots(1, 2), quantities, strict=True):
+        for i, kind in enumerate(kinds):
+            values = [found[kind, *run, "bf16"][quantity] for run in runs]
+            places = [place + (i - (len(kinds) - 1) / 2) * 0.25 for place in range(len(runs))]
+            axes.bar(places, values, 0.25, label=kind.replace("_", " "))
+        axes.set_xticks(range(len(runs)), labels=["\n".join(run) for run in runs], fontsize=8)
+        axes.set(ylabel=f"{label} of weights")
+        axes.grid(alpha=0.3, axis="y")
         axes.legend(fontsize=8)
     figure.savefig(target, dpi=130)

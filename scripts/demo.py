@@ -33,7 +33,7 @@ import dgmoe_jax as dg
 
 NUM_EXPERTS = 12
 WINDOW = 512
-RECIPES = ("bf16", "fp8_block")
+STYLES = {"bf16": "o-", "fp8_block": "s--", "mxfp8": "^:", "mxfp4": "v-."}
 # Relative, Frobenius. The layer rounds to bf16 (0.17 % rms) gate and up, their product, each
 # expert's output and the sum; the float32 control does not.
 BF16_TOLERANCE = 0.006
@@ -215,11 +215,13 @@ def plot(path: Path, dense: Result, sparse: list[Result]) -> None:
     for axis, (quantity, label) in zip(axes, quantities, strict=True):
         baseline = getattr(dense, quantity)
         axis.axhline(baseline, color="black", linestyle=":", label=f"{dense.mlp}: {baseline:.4g}")
-        for recipe, style in (("bf16", "o-"), ("fp8_block", "s--")):
+        for recipe, style in STYLES.items():
             series = sorted((r.k, getattr(r, quantity)) for r in sparse if r.mlp == recipe)
             axis.plot(*zip(*series, strict=True), style, label=recipe, alpha=0.8)
-            for point in series if quantity == "perplexity" else ():
-                above = recipe == "fp8_block"
+            # The others' points lie on these.
+            labelled = quantity == "perplexity" and recipe in ("bf16", "mxfp4")
+            for point in series if labelled else ():
+                above = recipe == "mxfp4"
                 axis.annotate(
                     f"{point[1]:.1f}",
                     point,
@@ -243,13 +245,13 @@ def plot(path: Path, dense: Result, sparse: list[Result]) -> None:
 
 
 def main(
-    windows: Annotated[int, typer.Option(min=2, help=f"windows of {WINDOW} tokens to score")] = 6,
+    windows: Annotated[int, typer.Option(min=2, help=f"windows of {WINDOW} tokens to score")] = 4,
     calibration: Annotated[int, typer.Option(min=2, help="windows to fit the routers on")] = 16,
-    k: Annotated[str, typer.Option(help="experts per token, comma-separated")] = "12,8,6,4",
+    k: Annotated[str, typer.Option(help="experts per token, comma-separated")] = "12,8,4",
     out: Annotated[Path, typer.Option(help="folder for the plot")] = Path("demo_out"),
     backend: Annotated[str, typer.Option(help="auto, xla, pallas or deep_gemm")] = "auto",
 ) -> None:
-    """Perplexity of SmolLM2-135M, dense and as a mixture of experts in BF16 and FP8."""
+    """Perplexity of SmolLM2-135M, dense and as a mixture of experts in every recipe."""
     console = Console()
     columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -263,7 +265,7 @@ def main(
         tick()
         try:
             ks = [int(part) for part in k.split(",")]
-            cfgs = [layer_config(model, recipe, k, backend) for recipe in RECIPES for k in ks]
+            cfgs = [layer_config(model, recipe, k, backend) for recipe in STYLES for k in ks]
             plans = [dg.plan(cfg, WINDOW) for cfg in cfgs]
         except (ValueError, NotImplementedError) as refused:
             raise typer.BadParameter(str(refused)) from refused
@@ -290,7 +292,7 @@ def main(
         router = fit_routers(gram, moment)
 
         params, raw = {}, {"gate_weight": router["weight"], **experts}
-        for recipe in RECIPES:
+        for recipe in STYLES:
             cfg = layer_config(model, recipe, NUM_EXPERTS, backend)
             moe = jax.vmap(partial(dg.prepare_params, cfg=cfg))(raw)  # over the model's layers
             params[recipe] = {"moe": moe, "router": router, "dense": weights["mlp"]}
@@ -323,8 +325,9 @@ def main(
         ]
 
     console.print(table([dense, *sparse]))
-    for why in dict.fromkeys(f"{r.k} of {NUM_EXPERTS}: {r.plan.why}" for r in sparse):
-        console.print(f"plan for {why}", highlight=False)
+    for recipe in STYLES:
+        first = next(r for r in sparse if r.mlp == recipe)
+        console.print(f"plan for {first.k} of {NUM_EXPERTS}: {first.plan.why}", highlight=False)
     plot(out / "perplexity.png", dense, sparse)
     console.print(f"plot: {out / 'perplexity.png'}")
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 import dgmoe_jax as dg
 from dgmoe_jax import backends, reference
 from dgmoe_jax.plan import dense
-from dgmoe_jax.recipes import RECIPES, padded
+from dgmoe_jax.recipes import Format, padded, run_of, target
 from dgmoe_jax.steps import experts, permute
 
 # Reproducible in CI; the first example of each shape compiles, which is slow by design.
@@ -88,6 +88,10 @@ class Layer:
     raw: dict[str, Any]
     params: dg.MoEParams
 
+    @property
+    def activations(self) -> Format:
+        return run_of(self.cfg.recipe, self.params.experts.w13.format).operands.activations
+
     @functools.cached_property
     def decoded(self) -> tuple[np.ndarray, ...]:
         """w13, w2 and, if there are, the shared experts' as the GEMMs read them, in f64."""
@@ -138,12 +142,14 @@ class Layer:
         )[:, :hidden]
 
 
-def make_layer(raw: dict[str, Any], *, inner: int, router: dg.RouterConfig, **cfg) -> Layer:
+def make_layer(
+    raw: dict[str, Any], *, inner: int, router: dg.RouterConfig, arch: str | None = None, **cfg
+) -> Layer:
     num_experts, hidden = raw["gate_weight"].shape
     cfg = dg.MoEConfig(
         num_experts=num_experts, hidden_size=hidden, intermediate_size=inner, router=router, **cfg
     )
-    return Layer(cfg, raw, dg.prepare_params(raw, cfg))
+    return Layer(cfg, raw, dg.prepare_params(raw, cfg, arch=arch))
 
 
 def shared_by_tests(build):
@@ -151,8 +157,11 @@ def shared_by_tests(build):
     once = functools.lru_cache(maxsize=16)(build)
 
     @functools.wraps(build)
-    def on(*, backend: str = "xla", layout: str = "auto", **kw) -> Layer:
-        layer = once(**kw)
+    def on(*, backend: str = "xla", layout: str = "auto", arch: str | None = None, **kw) -> Layer:
+        arch = arch or target(backends.current_arch(), backend)
+        if kw.get("recipe", "bf16") in ("bf16", "fp8_block") and arch == "sm90":
+            arch = None  # the same as elsewhere
+        layer = once(arch=arch, **kw)
         cfg = dataclasses.replace(layer.cfg, backend=backend, layout=layout)
         return dataclasses.replace(layer, cfg=cfg)
 
@@ -224,9 +233,10 @@ def exact_tokens(count: int, seed: int = 0) -> np.ndarray:
 
 def rounded_oracle(layer: Layer, x, ids, weights) -> np.ndarray:
     """The oracle that rounds where the recipe rounds: exactly, and nowhere else (f64)."""
-    recode = bf16
-    if layer.cfg.recipe == "fp8_block":
-        recode = lambda a: reference.decode_fp8(*reference.encode_fp8(a))  # noqa: E731
+    fmt, recode = layer.activations, bf16
+    if fmt.group:
+        how = dict(group=fmt.group[1], ue8m0=fmt.ue8m0)
+        recode = lambda a: reference.decode_fp8(*reference.encode_fp8(a, **how), fmt.group[1])  # noqa: E731
     return bf16(layer.oracle(x, ids, weights, prepared=True, between=recode, gemm_out=bf16))
 
 
@@ -244,7 +254,7 @@ def random_ids(seed: int, count: int, top_k: int, experts: int) -> np.ndarray:
     jax.jit,
     static_argnames=(
         *("step", "backend", "num_experts", "rows", "capacity", "with_m_indices", "group", "ue8m0"),
-        *("packed", "keep_fp32"),
+        *("packed", "keep_fp32", "recipe_a", "recipe_b"),
         *("alignment", "tile", "slabs", "expected_m", "activation", "params", "scaling_factor"),
     ),
 )
@@ -261,12 +271,16 @@ def live_rows(tiles, rows: int) -> np.ndarray:
     return owner
 
 
-def row_scales(scales, slabs: int, rows: int) -> np.ndarray | None:
-    """[slabs * G, S] -> [rows, G]."""
+def row_scales(scales, slabs: int, rows: int, groups: int | None = None) -> np.ndarray | None:
+    """[slabs * G, S] -> [rows, G]; int32, [slabs * ceil(G / 4), S], is UE8M0, of `groups`."""
     if scales is None:
         return None
     scales = np.asarray(scales).reshape(slabs, -1, scales.shape[1])[:, :, : rows // slabs]
-    return scales.transpose(0, 2, 1).reshape(rows, -1)
+    scales = np.ascontiguousarray(scales.transpose(0, 2, 1)).reshape(rows, -1)
+    if scales.dtype != np.int32:
+        return scales
+    exponents = scales.view(np.uint8).astype(float)
+    return np.where(exponents == 255, np.nan, np.exp2(exponents - 127))[:, :groups]
 
 
 @dataclasses.dataclass
@@ -292,16 +306,21 @@ def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = 
     With `poison`, all that no step may read holds it before the next step runs: rows that are not
     live and their scales, scales past the last row, and the weights of experts that no token chose.
     """
-    fmt, cfg = RECIPES[layer.cfg.recipe].activations, layer.cfg
+    fmt, cfg = layer.activations, layer.cfg
     decision = dg.plan(cfg, len(x), top_k=np.shape(ids)[1], distinct_ids=False)
-    run_gemm = jax.jit(experts.gemm, static_argnames="plan")
+    run_gemm = jax.jit(experts.gemm, static_argnames=("fmt", "plan"))
     run_activate = jax.jit(experts.activate, static_argnames=("activation", "fmt", "plan"))
+
+    worst_exponents = np.int32(-1) if poison is None or np.isnan(poison) else np.int32(0x7EFEFEFE)
 
     def spoil(array, dead):
         if poison is None or array is None:
             return array
         array = np.array(array)
         # float8_e4m3fn has neither 3e38 nor an infinity: its largest value stands in.
+        if array.dtype.kind in "iu":  # FP4, and UE8M0's NaN or largest
+            array[dead] = 0x77 if array.dtype.itemsize == 1 else worst_exponents
+            return array
         array[dead] = min(poison, 448.0) if array.dtype.itemsize == 1 else poison
         return array
 
@@ -310,8 +329,9 @@ def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = 
             return scales
         capacity = len(dead) // slabs
         spoilt = np.array(scales).reshape(slabs, -1, scales.shape[1])
-        spoilt[:, :, capacity:] = poison
-        spoilt.transpose(0, 2, 1)[:, :capacity][dead.reshape(slabs, capacity)] = poison
+        worst = worst_exponents if spoilt.dtype == np.int32 else poison
+        spoilt[:, :, capacity:] = worst
+        spoilt.transpose(0, 2, 1)[:, :capacity][dead.reshape(slabs, capacity)] = worst
         return spoilt.reshape(scales.shape)
 
     def spoil_rows(rows, slabs):
@@ -326,7 +346,7 @@ def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = 
         def gemm(rows, w):
             values, scales = spoil(w.values, unused), spoil(w.scales, unused)
             w = dataclasses.replace(w, values=values, scales=scales)
-            return spoil(run_gemm(rows, w, plan=plan), owner < 0)
+            return spoil(run_gemm(rows, w, fmt=fmt, plan=plan), owner < 0)
 
         gateup = gemm(rows, block.w13)
         inner = run_activate(gateup, rows, activation=cfg.activation, fmt=fmt, plan=plan)
@@ -355,7 +375,8 @@ def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = 
     )
 
     def flat(rows):
-        scales = row_scales(rows.scales, decision.slabs, decision.rows)
+        groups = fmt.group and rows.values.shape[1] // fmt.group[1]
+        scales = row_scales(rows.scales, decision.slabs, decision.rows, groups)
         return np.asarray(rows.values), scales
 
     return Walk(
@@ -368,3 +389,30 @@ def walk(layer: Layer, x, ids, weights, backend: str, *, poison: float | None = 
         None if shared is None else np.asarray(shared),
         np.asarray(y)[:, : cfg.hidden_size],
     )
+
+
+def within_0_3_percent_on_its_own_bytes(layer: Layer, x, ids, weights, y, backend: str) -> None:
+    """Each GEMM and the sum against f64 products of the bytes that it was given, dequantised; and
+    `y`, the layer's result, is what these steps give, to the last bit."""
+    steps = walk(layer, x, ids, weights, backend)
+    live, group = steps.owner >= 0, layer.activations.group
+    w13, w2, *_ = layer.decoded
+
+    def product(operand, w):
+        values, scales = operand
+        rows = f64(values) if group is None else reference.decode_fp8(values, scales, group[1])
+        out = np.zeros((len(rows), w.shape[1]))
+        for e in np.unique(steps.owner[live]):
+            out[steps.owner == e] = rows[steps.owner == e] @ w[e].T
+        return out
+
+    gateup, out = product(steps.rows, w13), product(steps.inner, w2)
+    assert error(steps.gateup[live], gateup[live]) < 0.003
+    assert error(steps.out[live], out[live]) < 0.003
+    want = (
+        np.einsum("tk,tkh->th", f64(weights), out[steps.src2dst]) * layer.cfg.router.scaling_factor
+    )
+    if steps.shared is not None:
+        want += f64(steps.shared)
+    assert error(steps.y, want[:, : layer.cfg.hidden_size]) < 0.003
+    same_bits(y, steps.y)

@@ -20,6 +20,7 @@ import _controls
 import _report
 import _stages
 import bench_layer
+import bench_quantizers
 
 
 def bench(*options):
@@ -135,3 +136,28 @@ def test_plot_and_table_take_each_last_line_and_the_fastest_configuration(tmp_pa
     done = bench("--plot", "--out", out)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_quantizers_are_measured_by_recipe_and_architecture(tmp_path):
+    """Two cases whose errors are known, and a table and a plot of the committed lines."""
+    weights = bench_quantizers.weights_of("gaussian")
+    exact = bench_quantizers.measure(weights, "mxfp4", "sm90", "checkpoint")
+    assert exact["max_error"] == exact["mse"] == 0 and exact["bits"] == pytest.approx(8, abs=0.01)
+    lossy = bench_quantizers.measure(weights, "fp8_block", "sm100", "bf16")
+    # Rounding to 3 bits of mantissa: 2^-4 / sqrt(3) of a power of two at most.
+    assert 0.02 < lossy["relative_error"] < 2**-4 / 3**0.5
+    assert lossy["mse"] == pytest.approx(
+        (lossy["relative_error"] ** 2) * float(np.mean(weights["w2"] ** 2)), rel=1e-3
+    )
+    committed = Path(__file__).parents[1] / "bench/quantizers.jsonl"
+    records = _report.read(committed)
+    table = _report.quantizers_table(records).splitlines()
+    assert len(table) == 2 + 13 and "outlier_channels" in table[0]
+    assert any(
+        row.startswith("| mxfp4 | sm90 | checkpoint |") and "| 0.00 % |" in row for row in table
+    )
+    for line in records:
+        if (line["recipe"], line["arch"], line["source"]) == ("mxfp8", "sm90", "checkpoint"):
+            assert 0.024 <= line["relative_error"] <= 0.0284  # as RUNS_ON says
+    _report.draw_quantizers(committed, tmp_path / "q.png")
+    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")

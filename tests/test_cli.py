@@ -369,9 +369,7 @@ def test_doctor_says_what_runs_here_and_why_not_the_rest():
     assert runs["bf16", "xla", "contiguous"] is None
     assert "needs an NVIDIA GPU" in runs["fp8_block", "deep_gemm", "masked"]
     assert "needs an NVIDIA GPU" in runs["bf16", "pallas", "masked"]
-    with pytest.raises(NotImplementedError) as refused:
-        dg.plan(dataclasses.replace(V3, recipe="mxfp4"), 1, arch="cpu")
-    assert runs["mxfp4", "xla", "masked"] == str(refused.value)
+    assert runs["mxfp4", "xla", "masked"] is None
 
 
 @on_cpu

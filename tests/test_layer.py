@@ -24,11 +24,10 @@ from conftest import (
     routing,
     same_bits,
     tokens,
-    walk,
+    within_0_3_percent_on_its_own_bytes,
 )
 
 import dgmoe_jax as dg
-from dgmoe_jax import reference
 
 
 def router(**kw):
@@ -103,29 +102,7 @@ def test_fp8_is_4_2_to_4_8_percent_from_unquantised_activations(name):
 @at("T3", "T127")
 def test_fp8_is_within_0_3_percent_on_its_own_bytes(backend, name):
     layer, x, ids, weights, y, from_unquantised = fp8_case(backend, name)
-    steps = walk(layer, x, ids, weights, backend)
-    live = steps.owner >= 0
-    w13, w2, *_ = layer.decoded
-
-    def product(operand, w):
-        values, scales = operand
-        rows = reference.decode_fp8(values, scales)
-        out = np.zeros((len(rows), w.shape[1]))
-        for e in np.unique(steps.owner[live]):
-            out[steps.owner == e] = rows[steps.owner == e] @ w[e].T
-        return out
-
-    gateup, out = product(steps.rows, w13), product(steps.inner, w2)
-    assert error(steps.gateup[live], gateup[live]) < 0.003
-    assert error(steps.out[live], out[live]) < 0.003
-    want = (
-        np.einsum("tk,tkh->th", f64(weights), out[steps.src2dst]) * layer.cfg.router.scaling_factor
-    )
-    if steps.shared is not None:
-        want += f64(steps.shared)
-    assert error(steps.y, want[:, : layer.cfg.hidden_size]) < 0.003
-    # These steps are the layer: nothing else happens inside.
-    same_bits(y, steps.y)
+    within_0_3_percent_on_its_own_bytes(layer, x, ids, weights, y, backend)
     low, high = (0.042, 0.048) if name != "T3" else (0.035, 0.055)
     assert low < from_unquantised < high
 

@@ -111,8 +111,13 @@ def activate(gate: np.ndarray, up: np.ndarray, kind: str, params: tuple) -> np.n
     return beta * np.tanh(gate / beta) * _sigmoid(gate) * linear_beta * np.tanh(up / linear_beta)
 
 
-def encode_fp8(x: np.ndarray, group: int = 128) -> tuple[np.ndarray, np.ndarray]:
-    """x [..., K] -> e4m3 values and f32 scales [..., K / group], a group at a time, f32 rules."""
+def encode_fp8(
+    x: np.ndarray, group: int = 128, ue8m0: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """x [..., K] -> e4m3 values and f32 scales [..., K / group], a group at a time, f32 rules.
+
+    `ue8m0`: scales rounded up to powers of two, exponent field 1..254.
+    """
     rows = x.astype(np.float32).reshape(-1, x.shape[-1])
     values = np.zeros(rows.shape, ml_dtypes.float8_e4m3fn)
     scales = np.zeros((rows.shape[0], rows.shape[1] // group), np.float32)
@@ -120,6 +125,9 @@ def encode_fp8(x: np.ndarray, group: int = 128) -> tuple[np.ndarray, np.ndarray]
         for g in range(scales.shape[1]):
             part = row[g * group : (g + 1) * group]
             scale = np.float32(max(np.abs(part).max(), np.float32(1e-10))) / np.float32(448)
+            if ue8m0:
+                mantissa, exponent = np.frexp(F64(scale))  # mantissa in [0.5, 1)
+                scale = np.float32(2.0 ** np.clip(exponent - (mantissa == 0.5), -126, 127))
             scales[r, g] = scale
             values[r, g * group : (g + 1) * group] = np.clip(part / scale, -448, 448)
     return values.reshape(x.shape), scales.reshape(*x.shape[:-1], -1)

@@ -20,15 +20,20 @@ def _operands(rows: Rows, weights: Scaled) -> tuple:
     )
 
 
-def _where(plan: Plan) -> dict[str, int]:
+def _how(fmt: Format, weights: Scaled, plan: Plan) -> dict[str, object]:
     return dict(
-        alignment=plan.alignment, tile=plan.tile, slabs=plan.slabs, expected_m=plan.expected_m
+        alignment=plan.alignment,
+        tile=plan.tile,
+        slabs=plan.slabs,
+        expected_m=plan.expected_m,
+        recipe_a=fmt.shares,
+        recipe_b=weights.format.shares,
     )
 
 
-def gemm(rows: Rows, weights: Scaled, plan: Plan) -> Array:
-    """Rows of width K, weights [E, N, K] -> [M, N] bf16."""
-    return backends.get("gemm", plan.backend)(*_operands(rows, weights), **_where(plan))
+def gemm(rows: Rows, weights: Scaled, fmt: Format, plan: Plan) -> Array:
+    """Rows of width K in `fmt`, weights [E, N, K] -> [M, N] bf16."""
+    return backends.get("gemm", plan.backend)(*_operands(rows, weights), **_how(fmt, weights, plan))
 
 
 def activate(gateup: Array, rows: Rows, activation: Activation, fmt: Format, plan: Plan) -> Rows:
@@ -38,8 +43,7 @@ def activate(gateup: Array, rows: Rows, activation: Activation, fmt: Format, pla
     if fmt.group is None:
         values = backends.get("act", plan.backend)(gateup, rows.tiles, **rule)
         return replace(rows, values=values)
-    rule |= dict(slabs=plan.slabs, group=fmt.group[1], ue8m0=fmt.ue8m0)
-    rule["keep_fp32"] = activation.keep_fp32
+    rule |= dict(slabs=plan.slabs, keep_fp32=activation.keep_fp32, **fmt.scaling)
     values, scales = backends.get("act_quant", plan.backend)(gateup, rows.tiles, **rule)
     return replace(rows, values=values, scales=scales)
 
@@ -51,12 +55,11 @@ def _gemm_and_activate(
     kind, params = activation.params()
     values, scales = backends.get("gemm_act_quant", plan.backend)(
         *_operands(rows, weights),
-        **_where(plan),
+        **_how(fmt, weights, plan),
         activation=kind,
         params=params,
         keep_fp32=activation.keep_fp32,
-        group=fmt.group and fmt.group[1],
-        ue8m0=fmt.ue8m0,
+        **fmt.scaling,
     )
     return replace(rows, values=values, scales=scales)
 
@@ -68,5 +71,5 @@ def experts(
     if plan.fused:
         inner = _gemm_and_activate(rows, weights.w13, activation, fmt, plan)
     else:
-        inner = activate(gemm(rows, weights.w13, plan), rows, activation, fmt, plan)
-    return gemm(inner, weights.w2, plan)
+        inner = activate(gemm(rows, weights.w13, fmt, plan), rows, activation, fmt, plan)
+    return gemm(inner, weights.w2, fmt, plan)

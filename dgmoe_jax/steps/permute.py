@@ -31,8 +31,7 @@ def permute(
         src2dst,
         rows=plan.rows,
         slabs=plan.slabs,
-        group=fmt.group and fmt.group[1],
-        ue8m0=fmt.ue8m0,
+        **fmt.scaling,
     )
     return Rows(values, scales, tiles, m_indices, masked_m), src2dst
 
@@ -46,7 +45,7 @@ def in_place(x: Array, fmt: Format, plan: Plan) -> Rows:
     x = jnp.pad(x, ((0, plan.rows - count), (0, 0)))
     if fmt.group is not None:
         quant = backends.get("quant", plan.backend)
-        x, scales = quant(x, group=fmt.group[1], ue8m0=fmt.ue8m0)
+        x, scales = quant(x, **fmt.scaling)
     first = np.arange(0, count, plan.tile, dtype=np.int32)
     tiles = np.stack([np.zeros_like(first), first, np.minimum(plan.tile, count - first)])
     return Rows(x, scales, jnp.asarray(tiles), jnp.zeros(plan.rows, jnp.int32), None)

@@ -1,20 +1,24 @@
-"""`prepare_params`: validate, quantise, pad. Paid once, expert by expert."""
+"""`prepare_params`: validate, quantise, pad, convert. Paid once, expert by expert."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from dgmoe_jax import checks
+from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
-from dgmoe_jax.quantize import quantize
-from dgmoe_jax.recipes import RECIPES, RUNS_ON, Format, padded
+from dgmoe_jax.quantize import quantize, stored
+from dgmoe_jax.recipes import FP8_128X128, RECIPES, RUNS_ON, Format, padded, target
 from dgmoe_jax.types import ExpertWeights, MoEParams, Scaled
+from dgmoe_jax.weights import paths
 
 _REQUIRED = ("gate_weight", "w13", "w2")
 _OPTIONAL = ("gate_bias", "w13_scale", "w2_scale", "hash_table")
@@ -22,7 +26,16 @@ _SHARED = ("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale", "sh
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
-def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None = None) -> MoEParams:
+Progress = Callable[[str, int, int], None]
+
+
+def prepare_params(
+    raw: Mapping[str, Any],
+    cfg: MoEConfig,
+    *,
+    arch: str | None = None,
+    progress: Progress | None = None,
+) -> MoEParams:
     """Checkpoint arrays -> `MoEParams` for `moe_layer`.
 
     Args:
@@ -30,26 +43,51 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
         rows; `w2` [E, H, I]; with `num_shared_experts` S > 0 also `shared_w13` [2SI, H], all gate
         rows then all up rows, `shared_w2` [H, SI], and optional `shared_gate_weight` [1, H], whose
         sigmoid weighs the shared experts' sum (Qwen2-MoE). Weights in bf16, f16 or f32 are
-        quantised to `cfg.recipe` here. Weights that are already float8_e4m3fn ("fp8_block") come
-        with `*_scale` f32 per 128 x 128 block, `w13_scale` [E, 2 * ceil(I / 128), ceil(H / 128)]
-        (gate blocks, then up blocks) and `w2_scale` [E, ceil(H / 128), ceil(I / 128)], and keep
-        them. Fused shared experts become experts E, E + 1, ... of the same block of weights.
-        Hash selection also needs `hash_table` [vocab, k] int32 or int64 of experts' ids.
-      arch: the architecture to lay out for ("cpu", "sm90"); None means any that runs the recipe.
+        quantised to `cfg.recipe` here. Weights that are encoded already come with `*_scale`:
+
+        - "fp8_block": float8_e4m3fn, and f32 (or UE8M0) per 128 x 128 block: `w13_scale`
+          [E, 2 * ceil(I / 128), ceil(H / 128)] (gate blocks, then up blocks), `w2_scale`
+          [E, ceil(H / 128), ceil(I / 128)]; or per tensor: `w13_scale` [E], or [E, 2] for gate and
+          up apart, and `w2_scale` [E], in f32;
+        - "mxfp8": float8_e4m3fn, and UE8M0 per row and 32 columns: `w13_scale`
+          [E, 2I, ceil(H / 32)], `w2_scale` [E, H, ceil(I / 32)];
+        - "mxfp4": uint8 or int8, two E2M1 a byte, the low nibble first along K: `w13`
+          [E, 2I, H / 2], `w2` [E, H, I / 2], and scales as of "mxfp8".
+
+        UE8M0 scales are float8_e8m0fnu, uint8 (the exponent) or f32 powers of two. `shared_*` are
+        the same without E. Fused shared experts become experts E, E + 1, ... of the same block of
+        weights. Hash selection also needs `hash_table` [vocab, k] int32 or int64 of experts' ids.
+      arch: the architecture to lay out for: "cpu", "sm90", "sm100" (`recipes.RUNS_ON` says how each
+        runs a recipe). None is the default device's. With a GPU backend named in `cfg`, a CPU
+        stands for sm90.
+      progress: called with a weight's name, experts done and experts in all, after each expert that
+        had to be quantised, converted or padded.
 
     Returns:
-      Params with H and I padded to multiples of 128 by zeros.
+      Params with H and I padded to multiples of 128 by zeros. One expert at a time is quantised or
+      converted; numpy arrays (memory-mapped ones, too) go to the device one expert at a time then.
+
+    Warns:
+      UserWarning: weights that were encoded already lost by being converted; how much, relative.
 
     Raises:
-      ValueError, TypeError: a missing or unknown name, a shape or dtype that does not fit `cfg`.
+      ValueError, TypeError: a missing or unknown name, a shape or dtype that does not fit `cfg`,
+        a UE8M0 scale that is no power of two.
       NotImplementedError: a recipe that does not run on `arch`.
     """
-    if not RUNS_ON[cfg.recipe] or (arch is not None and arch not in RUNS_ON[cfg.recipe]):
-        runs = sorted(r for r, a in RUNS_ON.items() if (arch in a if arch else a))
-        where = f" on {arch}" if arch else ""
-        raise NotImplementedError(f"recipe={cfg.recipe!r} does not run{where} yet; {runs} do")
+    arch = target(arch or backends.current_arch(), cfg.backend)
+    if arch not in RUNS_ON[cfg.recipe]:
+        archs = sorted(RUNS_ON[cfg.recipe])
+        raise NotImplementedError(
+            f"recipe={cfg.recipe!r} does not run on {arch}; it does on {archs}"
+        )
     _check_names(raw, cfg)
-    fmt = RECIPES[cfg.recipe].weights
+    weights = functools.partial(
+        _weights,
+        source=RECIPES[cfg.recipe].weights,
+        to=RUNS_ON[cfg.recipe][arch].operands.weights,
+        progress=progress,
+    )
     num_experts, hidden, inner = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size
     gate_weight = jnp.asarray(raw["gate_weight"])
     checks.shape("gate_weight", gate_weight, (num_experts, hidden))
@@ -60,13 +98,13 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
         checks.shape("gate_bias", gate_bias, (num_experts,))
         checks.dtype("gate_bias", gate_bias, _FLOATS)
         gate_bias = gate_bias.astype(jnp.float32)
-    experts = _weights(raw, "", (num_experts,), hidden, inner, fmt)
+    experts = weights(raw, "", (num_experts,), hidden, inner)
     shared, count = None, cfg.num_shared_experts
     if cfg.router.fused_shared_experts:
-        fused = _weights(_one_by_one(raw, cfg), "shared_", (count,), hidden, inner, fmt)
+        fused = weights(_one_by_one(raw, cfg), "shared_", (count,), hidden, inner)
         experts = jax.tree.map(lambda *pair: jnp.concatenate(pair), experts, fused)
     elif count:
-        shared = _weights(raw, "shared_", (), hidden, count * inner, fmt)
+        shared = weights(raw, "shared_", (), hidden, count * inner)
     shared_gate = raw.get("shared_gate_weight")
     if shared_gate is not None:
         shared_gate = jnp.asarray(shared_gate)
@@ -79,21 +117,40 @@ def prepare_params(raw: Mapping[str, Any], cfg: MoEConfig, *, arch: str | None =
 def _one_by_one(raw: Mapping[str, Any], cfg: MoEConfig) -> dict[str, Array]:
     """The shared experts' block, cut: shared_w13 [S, 2I, H], shared_w2 [S, H, I], and scales."""
     count, hidden, inner = cfg.num_shared_experts, cfg.hidden_size, cfg.intermediate_size
-    checks.shape("shared_w13", raw["shared_w13"], (2 * count * inner, hidden))
-    checks.shape("shared_w2", raw["shared_w2"], (hidden, count * inner))
-    given = {name: jnp.asarray(raw[name]) for name in _SHARED[:4] if raw.get(name) is not None}
-    if len(given) > 2 and count > 1 and inner % 128:
+    fmt = RECIPES[cfg.recipe].weights
+    given = {name: _array(raw[name]) for name in _SHARED[:4] if raw.get(name) is not None}
+    for name, n, k in (
+        ("shared_w13", 2 * count * inner, hidden),
+        ("shared_w2", hidden, count * inner),
+    ):
+        packed = fmt.packed if _is_encoded(given[name], fmt) else 1
+        checks.shape(name, given[name], (n, k // packed))
+    by_block = [name for name, x in given.items() if name.endswith("_scale") and x.ndim == 2]
+    if by_block and count > 1 and inner % fmt.group[1]:
         raise NotImplementedError(
-            f"shared_w13_scale: blocks of 128 rows span two fused shared experts of {inner};"
+            f"{by_block[0]}: groups of {fmt.group[1]} span two fused shared experts of {inner};"
             " fused_shared_experts=0 runs"
         )
     for name, x in given.items():
-        if name.startswith("shared_w13"):
+        if x.ndim < 2:  # of the whole tensor, or of gate and up
+            given[name] = jnp.broadcast_to(x, (count, *x.shape))
+        elif name.startswith("shared_w13"):
             x = x.reshape(2, count, -1, x.shape[-1]).swapaxes(0, 1)
             given[name] = x.reshape(count, -1, x.shape[-1])
         else:
             given[name] = x.reshape(x.shape[0], count, -1).swapaxes(0, 1)
     return given
+
+
+def _array(x: Any) -> Array | np.ndarray:
+    """Numpy arrays stay where they are, unless JAX would change their dtype."""
+    return x if isinstance(x, np.ndarray) and x.dtype.itemsize < 8 else jnp.asarray(x)
+
+
+def _is_encoded(weight: Array | np.ndarray, fmt: Format) -> bool:
+    """Whether it is stored in `fmt` already; FP4's bytes may be signed."""
+    dtypes = (fmt.dtype, "int8") if fmt.packed > 1 else (fmt.dtype,)
+    return fmt.group is not None and jnp.dtype(weight.dtype).name in dtypes
 
 
 def _hash_table(raw: Mapping[str, Any], cfg: MoEConfig) -> Array | None:
@@ -131,27 +188,45 @@ def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
 
 
 def _weights(
-    raw: Mapping[str, Any], prefix: str, lead: tuple[int, ...], hidden: int, inner: int, fmt: Format
+    raw: Mapping[str, Any],
+    prefix: str,
+    lead: tuple[int, ...],
+    hidden: int,
+    inner: int,
+    *,
+    source: Format,
+    to: Format,
+    progress: Progress | None,
 ) -> ExpertWeights:
     """`lead` is (E,) for experts and () for a dense block, which becomes the only expert of one."""
+
+    def operand(name: str, size: tuple[int, int, int]) -> Scaled:
+        weight, scales = _given(raw, name, lead, size, source)
+        return _prepared(name, weight, scales, size, source, to, progress)
+
     # Gate and up are padded apart, so that each half still starts on a scale block.
     return ExpertWeights(
-        _operand(raw, f"{prefix}w13", lead, (2, inner, hidden), fmt),
-        _operand(raw, f"{prefix}w2", lead, (1, hidden, inner), fmt),
+        operand(f"{prefix}w13", (2, inner, hidden)), operand(f"{prefix}w2", (1, hidden, inner))
     )
 
 
-def _operand(
+def _given(
     raw: Mapping[str, Any],
     name: str,
     lead: tuple[int, ...],
     size: tuple[int, int, int],
     fmt: Format,
-) -> Scaled:
+) -> tuple[Array | np.ndarray, Array | None]:
+    """Values [E, parts * n, k] and their f32 scales, one a group; None: yet to be quantised."""
     parts, n, k = size
-    weight, scale = jnp.asarray(raw[name]), raw.get(f"{name}_scale")
-    checks.shape(name, weight, (*lead, parts * n, k))
-    encoded = fmt.group is not None and weight.dtype == fmt.dtype
+    weight, scale = _array(raw[name]), raw.get(f"{name}_scale")
+    encoded = _is_encoded(weight, fmt)
+    if not encoded:
+        checks.dtype(name, weight, (*_FLOATS, fmt.dtype) if fmt.group else _FLOATS)
+    if encoded and k % fmt.packed:
+        raise ValueError(f"{name}: {k} values a row, must be even where a byte holds two")
+    width = k // fmt.packed if encoded else k
+    checks.shape(name, weight, (*lead, parts * n, width))
     if encoded and scale is None:
         raise ValueError(f"{name}: dtype {weight.dtype} without {name}_scale")
     if scale is not None and not encoded:
@@ -159,35 +234,113 @@ def _operand(
         raise ValueError(
             f"{name}_scale: given with {name} of dtype {weight.dtype}; goes with {takes}"
         )
+    weight = weight.reshape(-1, parts * n, width)
     if not encoded:
-        checks.dtype(name, weight, _FLOATS)
-        return _encode(weight.reshape(-1, parts * n, k), size, fmt)
-    scale = jnp.asarray(scale)
-    blocks = (parts * -(-n // fmt.group[0]), -(-k // fmt.group[1]))
-    checks.shape(f"{name}_scale", scale, (*lead, *blocks))
-    checks.dtype(f"{name}_scale", scale, ("float32",))
-    weight = _pad(weight.reshape(-1, parts * n, k), size)
-    return Scaled(weight, scale.reshape(-1, *blocks), fmt)
+        return weight, None
+    name, scale = f"{name}_scale", jnp.asarray(scale)
+    rows, columns = fmt.scales_shape(n, k)
+    if fmt == FP8_128X128 and scale.ndim < len(lead) + 2:
+        apart = (parts,) if scale.ndim > len(lead) and parts > 1 else ()
+        checks.shape(name, scale, (*lead, *apart))
+        checks.dtype(name, scale, ("float32",))
+        scale = paths.per_tensor_scales(scale, len(lead), parts, n, k)
+    checks.shape(name, scale, (*lead, parts * rows, columns))
+    checks.dtype(name, scale, ("float32", "float8_e8m0fnu", "uint8"))
+    if fmt.ue8m0 or scale.dtype != jnp.float32:
+        scale = paths.ue8m0_to_f32(name, scale)
+    return weight, scale.reshape(-1, parts * rows, columns)
 
 
-@functools.partial(jax.jit, static_argnames=("size", "fmt"))
-def _encode(weight: Array, size: tuple[int, int, int], fmt: Format) -> Scaled:
-    if fmt.group is None:
-        return Scaled(_pad(weight, size).astype(fmt.dtype), None, fmt)
-
-    def one_expert(w: Array) -> tuple[Array, Array]:
-        scaled = quantize(_pad(w[None], size)[0], fmt)
-        return lax.bitcast_convert_type(scaled.values, jnp.uint8), scaled.scales
-
-    # lax.map keeps the f32 copy that quantising needs to one expert at a time. It stacks bits,
-    # since XLA on a CPU converts a whole stack of float8 to another float at every step.
-    values, scales = lax.map(one_expert, weight)
-    return Scaled(lax.bitcast_convert_type(values, fmt.dtype), scales, fmt)
-
-
-def _pad(weight: Array, size: tuple[int, int, int]) -> Array:
+def _prepared(
+    name: str,
+    weight: Array | np.ndarray,
+    scales: Array | None,
+    size: tuple[int, int, int],
+    source: Format,
+    to: Format,
+    progress: Progress | None,
+) -> Scaled:
+    """What `_given` gave, quantised to `source` if it is not yet, padded, and taken to `to`."""
     parts, n, k = size
-    if n == padded(n) and k == padded(k):
-        return weight
-    tails = ((0, 0), (0, 0), (0, padded(n) - n), (0, padded(k) - k))
-    return jnp.pad(weight.reshape(-1, *size), tails).reshape(-1, parts * padded(n), padded(k))
+    whole = (n, k) == (padded(n), padded(k))
+    ready = scales is not None or weight.dtype == source.dtype
+    if ready and whole and replace(to, packed_scales=False) == source:
+        values = jnp.asarray(weight)
+    else:
+        stacks = (weight,) if scales is None else (weight, scales)
+        values, scales, errors = _by_expert(name, stacks, progress, size=size, source=source, to=to)
+        if len(stacks) > 1 and not isinstance(errors, jax.core.Tracer) and errors.any():
+            warnings.warn(
+                f"{name}: converting {source.name} to {to.name} ({'UE8M0' if to.ue8m0 else 'f32'}"
+                f" scales) has cost {int((errors > 0).sum())} of {len(errors)} experts a relative"
+                f" error of up to {float(errors.max()):.2g}",
+                stacklevel=5,
+            )
+    if values.dtype != to.dtype:
+        values = lax.bitcast_convert_type(values, to.dtype)
+    return Scaled(values, None if scales is None else stored(scales, to, parts * padded(n)), to)
+
+
+def _by_expert(name: str, stacks: tuple, progress: Progress | None, **how) -> tuple:
+    """`_one_expert` of each expert's arrays, stacked, so that a copy in f32 is one expert's.
+
+    Values may come as bits: XLA on a CPU converts a whole stack of float8 to another float to read
+    or write one of them.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in stacks):
+        as_bits = lambda xs: (_bits(xs[0]), *xs[1:])  # noqa: E731
+        return lax.map(lambda xs: as_bits(_one_expert(*xs, **how)), stacks)
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu:
+        stacks = tuple(map(np.asarray, stacks))  # not a copy
+    count = len(stacks[0])
+    one = jax.eval_shape(functools.partial(_one_expert, **how), *(x[0] for x in stacks))
+    out = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), one)
+    if on_cpu:
+        out = (_bits(out[0]), *out[1:])
+    for e in range(count):
+        out = jax.block_until_ready(_store(out, e, *(x[e] for x in stacks), **how))
+        if progress is not None:
+            progress(name, e + 1, count)
+    return out
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("size", "source", "to"))
+def _store(out: tuple, e: int, *arrays: Array, **how) -> tuple:
+    values, *rest = _one_expert(*arrays, **how)
+    new = lax.bitcast_convert_type(values, out[0].dtype), *rest
+    return jax.tree.map(lambda stack, x: stack.at[e].set(x), out, new)
+
+
+def _one_expert(
+    weight: Array,
+    scales: Array | None = None,
+    *,
+    size: tuple[int, int, int],
+    source: Format,
+    to: Format,
+) -> tuple[Array, Array | None, Array]:
+    """Values and f32 scales in `to`, and the relative error of getting there from `source`."""
+    parts, n, k = size
+    n, k = padded(n), padded(k)
+    if scales is None:
+        # What the GEMM reads in one step, unless the recipe has coarser values.
+        first = replace(to, packed_scales=False) if to.dtype == source.dtype else source
+        scaled = quantize(_pad(weight, parts, n, k), first)
+        values, scales, source = scaled.values, scaled.scales, first
+    else:
+        values = _pad(lax.bitcast_convert_type(weight, source.dtype), parts, n, k // source.packed)
+        rows, columns = source.scales_shape(n, k)
+        scales = _pad(scales, parts, rows, columns)
+    return paths.convert(values, scales, source, to)
+
+
+def _bits(values: Array) -> Array:
+    return lax.bitcast_convert_type(values, {1: jnp.uint8, 2: jnp.uint16}[values.dtype.itemsize])
+
+
+def _pad(x: Array, parts: int, rows: int, columns: int) -> Array:
+    """[parts * n, k] -> [parts * rows, columns], zeros in what is new."""
+    x = x.reshape(parts, -1, x.shape[-1])
+    x = jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, columns - x.shape[2])))
+    return x.reshape(parts * rows, columns)
