@@ -19,6 +19,7 @@ from dgmoe_jax.weights.prepare import prepare_params
 from dgmoe_jax.weights.reader import Reader
 from dgmoe_jax.weights.tensors import Checkpoint, read_json
 
+
 def load_hf(
     source: str | os.PathLike | Mapping[str, Any],
     layer: int,
@@ -167,7 +168,9 @@ class _Model:
             raise ValueError(f"layer={layer}: must be in [0, {last}) ({where})")
         for key, dense in DENSE.items():
             if config.get(key) is not None and dense(layer, config[key]):
-                raise ValueError(f"layer={layer}: dense, not MoE, by {key}={config[key]!r} ({where})")
+                raise ValueError(
+                    f"layer={layer}: dense, not MoE, by {key}={config[key]!r} ({where})"
+                )
         self.hashed = any(
             is_hash(layer, config[key])
             for key, is_hash in HASHED.items()
@@ -220,9 +223,11 @@ class _Model:
         known = (None, "fp8", "mxfp4", "mxfp8", "compressed-tensors")
         if method not in known or (method == "compressed-tensors" and form != "float-quantized"):
             raise NotImplementedError(
-                f"{self.where}: quant_method={method!r}, format={form!r}, must be one of {known[1:]},"
-                " the last with format 'float-quantized'"
+                f"{self.where}: quant_method={method!r}, format={form!r}, must be one of"
+                f" {known[1:]}, the last with format 'float-quantized'"
             )
         block = quantization.get("weight_block_size")
         if method == "fp8" and block is not None and list(block) != [128, 128]:
-            raise NotImplementedError(f"{self.where}: weight_block_size={block}, must be [128, 128]")
+            raise NotImplementedError(
+                f"{self.where}: weight_block_size={block}, must be [128, 128]"
+            )

@@ -56,7 +56,7 @@ _ROWS: dict[str, tuple[Callable[[int], slice], ...]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """Gate, up or down (`index` 0, 1, 2) of every expert, [n, k] each, and the tensors it lies in."""
+    """Gate, up or down (`index` 0, 1, 2), [n, k] of each expert, and the tensors it lies in."""
 
     matrices: Matrices
     index: int

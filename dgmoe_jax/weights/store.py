@@ -79,8 +79,10 @@ def load(path: str | os.PathLike, cfg: MoEConfig | None = None) -> tuple[MoEConf
     try:
         stored = _from_json(json.loads(metadata["cfg"]))
         params = _from_json(json.loads(metadata["params"]), tensors)
+        checks.instance("cfg", stored, MoEConfig, "")
+        checks.instance("params", params, MoEParams, "")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: does not hold what its version {VERSION} has: {error}") from error
+        raise ValueError(f"{path}: not as version {VERSION} is written: {error}") from error
     if cfg is not None:
         stored = dataclasses.replace(stored, **{name: getattr(cfg, name) for name in _ANYWHERE})
         differ = [

@@ -24,14 +24,14 @@ DTYPES = {
     "BF16": "bfloat16",
     "F16": "float16",
     "F32": "float32",
-    "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
-    "BOOL": "bool",
-    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("I", "int"), ("U", "uint"))
-       for bits in (8, 16, 32, 64)},
-}  # fmt: skip
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def open_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 class Checkpoint:
-    """Tensors by name. `names` are all there are; a file is opened when one of its own is asked for.
+    """Tensors by name; `names` are all there are. A file is opened when one of its own is needed.
 
     Raises ValueError, FileNotFoundError: a folder without safetensors, a damaged index.
     """
