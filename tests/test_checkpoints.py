@@ -157,7 +157,7 @@ def test_what_transformers_saves(tmp_path, family, dtype):
     assert len(needed) > 1 and others
     for file in others:
         (tmp_path / file).unlink()
-    cfg, params = load(tmp_path)
+    cfg, params = load(tmp_path, backend="xla")
     assert cfg.recipe == "bf16"
     assert (cfg.num_experts, cfg.hidden_size, cfg.intermediate_size) == (EXPERTS, HIDDEN, INNER)
     compare(model, cfg, params)
@@ -167,18 +167,18 @@ def test_what_transformers_saves(tmp_path, family, dtype):
 def test_a_mapping_of_the_names_in_memory(family):
     """`state_dict()`: fused experts, transformers' own names; equals what it saves."""
     model, _ = model_of(family)
-    # Of a saved config: Kimi-K2's is DeepSeek-V3's by another name.
     config = json.loads(model.config.to_json_string(use_diff=False))
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    cfg, params = load(state, config=config)
+    cfg, params = load(state, config=config, backend="xla")
     compare(model, cfg, params)
 
 
-def test_kimi_k2_is_read_as_deepseek_v3_is(tmp_path):
+@pytest.mark.parametrize("kind", ["kimi_k2", "deepseek_v32"])
+def test_models_that_are_deepseek_v3_by_another_name(tmp_path, kind):
     _, stored = model_of("deepseek_v3")
     stored.save_pretrained(tmp_path)
     want = load(tmp_path)
-    edit_config(tmp_path, model_type="kimi_k2")
+    edit_config(tmp_path, model_type=kind)
     cfg, params = load(tmp_path)
     assert cfg == want[0]
     same_params(params, want[1])
@@ -641,6 +641,22 @@ def test_a_key_that_config_lacks_is_named(tmp_path, key):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"first_k_dense_replace": "1"}, "first_k_dense_replace='1': says nothing"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq=0: says nothing"),
+        ({"hidden_size": "192"}, "hidden_size='192', expected a positive int"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None, expected a positive int"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8', expected a table"),
+    ],
+)
+def test_values_that_config_cannot_have_are_named(tmp_path, fields, message):
+    write(tmp_path, V3_CONFIG | fields, deepseek_v3(fp8_block)[0])
+    with pytest.raises(ValueError, match=rf"config\.json: {message}"):
+        load(tmp_path)
+
+
 def test_every_family_reads_its_router_from_fields_that_exist():
     for name, family in FAMILIES.items():
         fields = set(dg.RouterConfig.__dataclass_fields__)
@@ -822,6 +838,26 @@ def test_a_corrupted_index_is_named(tmp_path, content, message):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "shard", "config.json"])
+def test_bytes_that_flipped_give_an_error_that_says_so_or_do_not_matter(tmp_path, file):
+    """In the header of a shard, the index or config.json; never an error of some other kind."""
+    write(tmp_path, V3_CONFIG, deepseek_v3(fp8_block)[0], shards=2)
+    path = tmp_path / (_shard_of(tmp_path, EXPERT + "up_proj.weight") if file == "shard" else file)
+    whole, refused = path.read_bytes(), 0
+    length = 8 + int.from_bytes(whole[:8], "little") if file == "shard" else len(whole)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        spoilt = bytearray(whole)
+        spoilt[rng.integers(length)] ^= 1 << rng.integers(8)
+        path.write_bytes(spoilt)
+        try:
+            read(tmp_path)
+        except (ValueError, FileNotFoundError, NotImplementedError, TypeError) as error:
+            refused += 1
+            assert str(tmp_path) in str(error) or "RouterConfig" in str(error), error
+    assert refused > 30
 
 
 def test_an_index_that_names_the_wrong_shard_is_named(tmp_path):

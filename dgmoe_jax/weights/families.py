@@ -144,6 +144,7 @@ _QWEN3_MOE = Family((QWEN3, replace(QWEN3, experts=FUSED)), RouterConfig.qwen3_m
 
 FAMILIES = {
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
     "kimi_k2": replace(_DEEPSEEK_V3, preset=RouterConfig.kimi_k2),
     "glm4_moe": replace(_DEEPSEEK_V3, preset=RouterConfig.glm4_moe),
     "deepseek_v4": Family(

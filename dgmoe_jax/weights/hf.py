@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,15 @@ def load_hf(
 ) -> tuple[MoEConfig, MoEParams]:
     """One MoE layer of a Hugging Face checkpoint -> `(cfg, params)` for `moe_layer`.
 
-    Reads DeepSeek-V3 (and R1, V3.1), DeepSeek-V4, Qwen2-MoE, Qwen3-MoE, Mixtral, GLM-4-MoE,
+    Reads DeepSeek-V3 (and R1, V3.1, V3.2), DeepSeek-V4, Qwen2-MoE, Qwen3-MoE, Mixtral, GLM-4-MoE,
     Kimi-K2, MiniMax-M2 and gpt-oss, their weights in bf16 (f16, f32), block FP8, per-tensor FP8,
     MXFP8 or MXFP4, with shared experts, their gate, correction bias and hash table. Only that
     layer's tensors are read, from memory-mapped files, one expert at a time.
 
     Weights stay in the encoding they come in, with their scales, if `recipe` reads it. Otherwise
     they are dequantised to bf16, a matrix at a time, and `prepare_params` quantises them again: as
-    asked where `recipe` is named; where it is not (shared experts in FP8 beside experts in MXFP4:
-    DeepSeek-V4), with a warning. Per-tensor FP8 scales become the same scale for every block;
+    asked where `recipe` is named; where it is not (DeepSeek-V4's shared experts, in FP8 beside
+    experts in MXFP4), with a warning. Per-tensor FP8 scales become the same scale for every block;
     scales of activations (`input_scale`) are not read, since activations are scaled as they come.
 
     Args:
@@ -129,7 +129,8 @@ def read_hf(
         if recipe is None and stored not in ("bf16", cfg.recipe):
             warnings.warn(
                 f"{reader.where(names.shared.name(0, 0))}: shared experts are stored for recipe"
-                f" {stored!r}; dequantised, to be quantised again for {cfg.recipe!r}",
+                f" {stored!r}; they are quantised again for {cfg.recipe!r}, which costs Gaussian"
+                f" weights in FP4 12 %; recipe={stored!r} keeps them, and requantises the experts",
                 stacklevel=3,
             )
         for name, array in reader.block(*shared, cfg.recipe).items():
@@ -163,19 +164,17 @@ class _Model:
             if key in config and config[key] not in known:
                 raise NotImplementedError(f"{where}: {key}={config[key]!r}, must be in {known}")
         self._check_quantization()
-        last = self._size("num_hidden_layers") + (config.get("num_nextn_predict_layers") or 0)
+        further = "num_nextn_predict_layers"
+        last = self._size("num_hidden_layers")
+        last += self._size(further) if config.get(further) else 0
         if not 0 <= layer < last:
             raise ValueError(f"layer={layer}: must be in [0, {last}) ({where})")
-        for key, dense in DENSE.items():
-            if config.get(key) is not None and dense(layer, config[key]):
-                raise ValueError(
-                    f"layer={layer}: dense, not MoE, by {key}={config[key]!r} ({where})"
-                )
-        self.hashed = any(
-            is_hash(layer, config[key])
-            for key, is_hash in HASHED.items()
-            if config.get(key) is not None
-        )
+        dense = self._first(DENSE, layer)
+        if dense:
+            raise ValueError(
+                f"layer={layer}: dense, not MoE, by {dense}={config[dense]!r} ({where})"
+            )
+        self.hashed = self._first(HASHED, layer) is not None
         experts = next((key for key in NUM_EXPERTS if key in config), NUM_EXPERTS[0])
         inner = self._size(self.family.inner)
         self.sizes = (self._size(experts), self._size("hidden_size"), inner)
@@ -190,6 +189,17 @@ class _Model:
         if key not in self.config:
             raise ValueError(f"{self.where}: no {key!r}, which the layer needs")
         return self.config[key]
+
+    def _first(self, rules: Mapping[str, Callable[[int, Any], bool]], layer: int) -> str | None:
+        """The first key by which its rule holds of the layer."""
+        for key, holds in rules.items():
+            value = self.config.get(key)
+            try:
+                if value is not None and holds(layer, value):
+                    return key
+            except (TypeError, ZeroDivisionError):
+                raise ValueError(f"{self.where}: {key}={value!r}: says nothing of layers") from None
+        return None
 
     def _size(self, key: str) -> int:
         if not isinstance(self[key], int) or self[key] < 1:
@@ -208,7 +218,7 @@ class _Model:
             return self[self.family.num_shared] or 0
         if not self.family.shared_inner:
             return 0
-        width = self[self.family.shared_inner]
+        width = self._size(self.family.shared_inner)
         if width % inner:
             raise NotImplementedError(
                 f"{self.where}: {self.family.shared_inner}={width}, must be a multiple of"
@@ -219,6 +229,10 @@ class _Model:
     def _check_quantization(self) -> None:
         """Refuses by name what the tensors' dtypes alone would not explain."""
         quantization = self.config.get("quantization_config") or {}
+        if not isinstance(quantization, Mapping):
+            raise ValueError(
+                f"{self.where}: quantization_config={quantization!r}, expected a table"
+            )
         method, form = quantization.get("quant_method"), quantization.get("format")
         known = (None, "fp8", "mxfp4", "mxfp8", "compressed-tensors")
         if method not in known or (method == "compressed-tensors" and form != "float-quantized"):
