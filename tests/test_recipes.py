@@ -45,7 +45,6 @@ needs_exact_division = pytest.mark.skipif(
 )
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-BLOCK_UE8M0 = dataclasses.replace(FP8_128X128, ue8m0=True)
 
 
 def fp4(values) -> np.ndarray:
