@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-PEAK_FLOPS = {"bf16": 0.7e15, "fp8_block": 1.4e15}
+PEAK_FLOPS = {"bf16": 0.7e15} | dict.fromkeys(("fp8_block", "mxfp8", "mxfp4"), 1.4e15)
 PEAK_BYTES = 4.3e12
 """What one H200 reaches: dense matrix rate by recipe, device-to-device copy rate (read + write)."""
 

@@ -72,7 +72,7 @@ def size(*arrays) -> int:
 def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Iterator[Case]:
     """Every kernel of the layer at one size, on random data."""
     xla = functools.partial(backends.get, backend="xla")
-    key = iter(jax.random.split(jax.random.key(0), 8))
+    key = iter(jax.random.split(jax.random.key(0), 10))
 
     def normal(*shape, dtype=jnp.bfloat16):
         return jax.random.normal(next(key), shape, dtype)
@@ -145,6 +145,14 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
     moved = real * 2 * hidden + size(x)
     factor = dict(scaling_factor=2.5)
     yield Case("unpermute", (out, src2dst, weights, None), factor, moved, tolerance=1e-3)
+
+    capacity = -(-tokens * top_k // experts)
+    slabs = normal(experts, capacity, hidden).astype(jnp.float8_e4m3fn)
+    scales = jnp.abs(normal(experts, capacity, hidden // 128, dtype=jnp.float32))
+    masked_m, one = jnp.full(experts, capacity, jnp.int32), jnp.full(1, 0.37, jnp.float32)
+    # Nobody donates the output here, so that it is copied first.
+    moved = size(slabs, scales) + 3 * size(slabs)
+    yield Case("requant", (slabs, scales, masked_m, one, slabs), {}, moved)
 
 
 def difference(got, want) -> float:

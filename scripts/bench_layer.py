@@ -88,9 +88,15 @@ SHAPES = {
 }
 
 
+def operands(cfg: dg.MoEConfig) -> dg.recipes.Recipe:
+    """What the layer multiplies on this device."""
+    arch = dg.recipes.target(dg.backends.current_arch(), cfg.backend)
+    return dg.recipes.RUNS_ON[cfg.recipe][arch].operands
+
+
 def random_params(cfg: dg.MoEConfig, key: jax.Array) -> dg.MoEParams:
     """Gaussian weights in the layer's formats, an expert at a time (no bf16 copy of all)."""
-    fmt = dg.recipes.RECIPES[cfg.recipe].weights
+    fmt = operands(cfg).weights
     keys = jax.random.split(key, 3)
 
     def stack(key, n, k):
@@ -163,7 +169,8 @@ def bounds(cfg: dg.MoEConfig, work: _controls.Work) -> dict:
     _, tokens, top_k = work.ids.shape
     per_expert = 3 * cfg.hidden_size * cfg.intermediate_size
     flops = 2 * tokens * top_k * per_expert
-    width = 2 if cfg.recipe == "bf16" else 1
+    fmt = operands(cfg).weights
+    width = jnp.dtype(fmt.dtype).itemsize / fmt.packed
     active = np.mean([np.unique(ids).size for ids in np.asarray(work.ids)])
     weight_bytes = float(active) * per_expert * width
     floor = max(flops / _bench.PEAK_FLOPS[cfg.recipe], weight_bytes / _bench.PEAK_BYTES) * 1e6
@@ -172,7 +179,7 @@ def bounds(cfg: dg.MoEConfig, work: _controls.Work) -> dict:
 
 def element_bytes(cfg: dg.MoEConfig, num_tokens: int) -> int:
     """What permute + quantise, act + quantise and unpermute must read and write."""
-    fmt = dg.recipes.RECIPES[cfg.recipe].activations
+    fmt = operands(cfg).activations
     assignments = num_tokens * cfg.router.top_k
 
     def row(width):

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,6 +151,24 @@ def test_a_linear_router_is_recovered_and_obeyed(mlp):
     seventh = {"gate": one["gate"][cut], "up": one["up"][cut], "down": one["down"][:, cut]}
     expected, _ = smollm.dense_mlp(jnp.asarray(x[0], jnp.float32), seventh)
     assert jnp.linalg.norm(y - expected) < 0.01 * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    "recipe, low, high",
+    [("bf16", 0, 0.006), ("fp8_block", 0.03, 0.08), ("mxfp8", 0.03, 0.08), ("mxfp4", 0.1, 0.3)],
+)
+def test_the_demo_runs_every_recipe_and_sees_what_it_costs(mlp, recipe, low, high):
+    assert set(demo.STYLES) == set(dg.recipes.RECIPES)
+    experts = demo.split_into_experts(mlp, jnp.tile(jnp.arange(96), (2, 1)))
+    cfg = demo.layer_config(
+        SimpleNamespace(hidden_size=24, intermediate_size=96), recipe, 12, "xla"
+    )
+    raw = {"gate_weight": jnp.zeros((2, 12, 24)), **experts}
+    # Over the model's layers at once, as the demo does.
+    moe = jax.vmap(partial(dg.prepare_params, cfg=cfg))(raw)
+    params = jax.tree.map(lambda a: a[0], {"moe": moe, "dense": mlp})
+    x = jax.random.normal(jax.random.key(2), (17, 24))
+    assert low < float(demo.dense_and_error(x, params, cfg)[1]) < high
 
 
 def test_perplexity_of_a_uniform_guess_is_the_vocabulary():

@@ -18,7 +18,7 @@ GEMM = {
 }
 
 
-def layer_of(backend, recipe, shared=0, layout="auto"):
+def layer_of(backend, recipe, shared=0, layout="auto", arch=None):
     return random_layer(
         experts=8,
         shared=shared,
@@ -27,6 +27,7 @@ def layer_of(backend, recipe, shared=0, layout="auto"):
         backend=backend,
         router=GROUPED,
         layout=layout,
+        arch=arch,
     )
 
 
@@ -62,6 +63,23 @@ def test_deep_gemm_is_one_program_of_mosaic_kernels_and_gemms(recipe, layout, sh
         want[-1:-1] = [gemm + "contiguous", kernel, gemm + "contiguous"]
     assert custom_calls(text) == want
     assert is_one_program_without_the_host(text)
+
+
+@every_layout
+@pytest.mark.parametrize(
+    "arch, recipe",
+    [("sm90", "mxfp4"), ("sm100", "fp8_block"), ("sm100", "mxfp8"), ("sm100", "mxfp4")],
+)
+def test_every_recipe_is_the_same_program_on_what_its_architecture_reads(arch, recipe, layout):
+    layer = layer_of("deep_gemm", recipe, 1, layout, arch)
+    text = lowered(layer, "cuda", count=16)
+    kernel, gemm = "mosaic_gpu", GEMM["fp8_block"]
+    routed, shared = ([gemm + where, kernel, gemm + where] for where in (layout, "contiguous"))
+    assert custom_calls(text) == [*[kernel] * 3, *routed, kernel, *shared, kernel]
+    assert is_one_program_without_the_host(text)
+    w13 = layer.params.experts.w13
+    assert (w13.scales.dtype == jnp.int32) == (arch == "sm100")
+    assert (w13.values.dtype == jnp.uint8) == ((arch, recipe) == ("sm100", "mxfp4"))
 
 
 @every_recipe

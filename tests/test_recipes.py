@@ -40,9 +40,11 @@ from dgmoe_jax.recipes import (
 )
 from dgmoe_jax.weights import paths
 
+needs_exact_division = pytest.mark.skipif(
+    ON_GPU, reason="XLA's own division on a GPU is an ulp off (dgmoe_jax.xla.divide)"
+)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-BLOCK_UE8M0 = dataclasses.replace(FP8_128X128, ue8m0=True)
 
 
 def fp4(values) -> np.ndarray:
@@ -249,6 +251,7 @@ def test_fp4_on_sm90_is_block_fp8_without_a_warning_unless_it_lost_something():
 # --- path C: block FP8 to powers of two
 
 
+@needs_exact_division
 def test_path_c_keeps_blocks_whose_scales_are_powers_of_two_and_quantises_the_others_again():
     rng = np.random.default_rng(0)
     values = gaussian(rng, 256, 384, scale=100).astype(ml_dtypes.float8_e4m3fn)
@@ -296,6 +299,7 @@ def test_path_d_quantises_bf16_and_repacks_what_is_mxfp8():
         same_bits(one, other)
 
 
+@needs_exact_division
 def test_mxfp8_on_sm90_is_requantised_to_blocks_with_the_loss_stated():
     raw = raw_weights("mxfp8")
     with pytest.warns(UserWarning, match="mxfp8_1x32 to fp8_128x128") as caught:
@@ -308,6 +312,7 @@ def test_mxfp8_on_sm90_is_requantised_to_blocks_with_the_loss_stated():
         assert abs(max(error(now[e], was[e]) for e in range(4)) - loss) < 0.01 * loss + 5e-4
 
 
+@needs_exact_division
 @every_recipe
 @pytest.mark.parametrize("arch", ["cpu", "sm90", "sm100"])
 def test_weights_that_are_quantised_here_are_quantised_once(recipe, arch):
@@ -445,6 +450,7 @@ def test_progress_is_told_expert_by_expert_of_what_takes_time():
     assert not told  # nothing to do
 
 
+@needs_exact_division
 @every_recipe
 def test_preparing_under_jit_gives_the_same_bits(recipe):
     raw = raw_weights("bf16", hidden=192, inner=64)

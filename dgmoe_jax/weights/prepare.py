@@ -287,17 +287,21 @@ def _by_expert(name: str, stacks: tuple, progress: Progress | None, **how) -> tu
     Values may come as bits: XLA on a CPU converts a whole stack of float8 to another float to read
     or write one of them.
     """
+
+    def as_bits(arrays):
+        values, *rest = _one_expert(*arrays, **how)
+        return _bits(values), *rest
+
     if any(isinstance(x, jax.core.Tracer) for x in stacks):
-        as_bits = lambda xs: (_bits(xs[0]), *xs[1:])  # noqa: E731
-        return lax.map(lambda xs: as_bits(_one_expert(*xs, **how)), stacks)
+        return lax.map(as_bits, stacks)
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu:
         stacks = tuple(map(np.asarray, stacks))  # not a copy
     count = len(stacks[0])
-    one = jax.eval_shape(functools.partial(_one_expert, **how), *(x[0] for x in stacks))
+    one = jax.eval_shape(
+        as_bits if on_cpu else lambda arrays: _one_expert(*arrays, **how), [x[0] for x in stacks]
+    )
     out = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), one)
-    if on_cpu:
-        out = (_bits(out[0]), *out[1:])
     for e in range(count):
         out = jax.block_until_ready(_store(out, e, *(x[e] for x in stacks), **how))
         if progress is not None:
