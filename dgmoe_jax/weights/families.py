@@ -107,9 +107,6 @@ _QWEN = {**_TOP_K, "renormalize": "norm_topk_prob"}
 _SCALED = {**_QWEN, "scaling_factor": "routed_scaling_factor", "scoring": "scoring_func"}
 _GROUPED = {**_SCALED, "num_groups": "n_group", "top_groups": "topk_group"}
 
-# Keys that some versions of a model's config.json leave out; the preset's value stands then.
-OPTIONAL = ("scoring_func", "swiglu_alpha")
-
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -122,6 +119,7 @@ class Family:
     inner:        key of the experts' intermediate size.
     num_shared:   key of the number of shared experts, or `shared_inner` that of their width.
     activation:   its class, and its fields by key.
+    optional:     keys that some of its config.json leave out; the preset's value stands then.
     """
 
     names: tuple[Names, ...]
@@ -132,6 +130,7 @@ class Family:
     shared_inner: str | None = None
     activation: type = SiLU
     activation_fields: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ("scoring_func",)
 
 
 _DEEPSEEK_V3 = Family(
@@ -179,6 +178,7 @@ FAMILIES = {
         inner="intermediate_size",
         activation=OAISwiGLU,
         activation_fields={"alpha": "swiglu_alpha", "limit": "swiglu_limit"},
+        optional=("swiglu_alpha", "swiglu_limit"),
     ),
 }
 

@@ -14,7 +14,7 @@ import numpy as np
 from dgmoe_jax.config import MoEConfig, RouterConfig
 from dgmoe_jax.progress import bar
 from dgmoe_jax.types import MoEParams
-from dgmoe_jax.weights.families import DENSE, FAMILIES, HASHED, KNOWN, NUM_EXPERTS, OPTIONAL, Family
+from dgmoe_jax.weights.families import DENSE, FAMILIES, HASHED, KNOWN, NUM_EXPERTS, Family
 from dgmoe_jax.weights.prepare import prepare_params
 from dgmoe_jax.weights.reader import Reader
 from dgmoe_jax.weights.tensors import Checkpoint, read_json
@@ -210,7 +210,7 @@ class _Model:
         return {
             name: self[key]
             for name, key in keys.items()
-            if key not in OPTIONAL or key in self.config
+            if key not in self.family.optional or key in self.config
         }
 
     def _num_shared(self, inner: int) -> int:
