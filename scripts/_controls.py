@@ -97,8 +97,9 @@ def copy_bytes_per_s(num_bytes: int = 2**32) -> float:
     return 2 * num_bytes / min(times) * 1e6
 
 
-def graph_us(call: Callable[[int], object], layers: int, repeats: int = 15) -> float:
-    """Device time of one `call(i)`: i = 0 .. layers - 1 captured in one CUDA graph."""
+def graph_us(call: Callable[[int], object], layers: int, queued: int, repeats: int = 15) -> float:
+    """Device time of one `call(i)`: i = 0 .. layers - 1 captured in one CUDA graph, which is
+    replayed `queued` times in a row."""
     import torch
 
     side = torch.cuda.Stream()
@@ -114,10 +115,11 @@ def graph_us(call: Callable[[int], object], layers: int, repeats: int = 15) -> f
     for _ in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        for _ in range(queued):
+            graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / layers)
+        times.append(start.elapsed_time(end) * 1e3 / layers / queued)
     return statistics.median(times[2:])
 
 
@@ -168,7 +170,7 @@ def sglang(cfg: dg.MoEConfig, params: dg.MoEParams, work: Work, y: jax.Array) ->
             if not differs[layout] <= TOLERANCE:
                 raise ValueError(f"differs from the layer by {differs[layout]:.4f}, not timed")
             eager[layout] = eager_us(call)
-            graph[layout] = graph_us(call, work.xs.shape[0])
+            graph[layout] = graph_us(call, len(work.xs), _bench.programs_queued(work.xs.shape[1]))
         except Exception as problem:
             graph[layout] = why(problem)
         torch.cuda.empty_cache()
@@ -200,7 +202,9 @@ def gemms(cfg: dg.MoEConfig, params: dg.MoEParams, work: Work) -> dict:
     found = {}
     for layout in gemm_layouts(tokens * top_k / cfg.num_experts):
         try:
-            found[layout] = graph_us(_gemm_pair(params, counts, tokens, layout), layers)
+            found[layout] = graph_us(
+                _gemm_pair(params, counts, tokens, layout), layers, _bench.programs_queued(tokens)
+            )
         except Exception as problem:
             found[layout] = why(problem)
         torch.cuda.empty_cache()

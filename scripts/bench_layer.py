@@ -219,10 +219,8 @@ def layers_us(cfg: dg.MoEConfig, params: dg.MoEParams, xs: jax.Array) -> float:
     A scan keeps its buffers' addresses, as decoding does, but copies x and y of each layer, which
     shows once they are large: then each is an array of its own.
     """
-    if xs.shape[1] <= SCANNED_TOKENS:
-        run, args, queued, repeats = _scanned, xs, 2, 20
-    else:  # As many as hide what a program's start costs the host.
-        run, args, queued, repeats = _apart, list(xs), 16 if xs.shape[1] <= 4096 else 4, 5
+    scanned, queued = xs.shape[1] <= SCANNED_TOKENS, _bench.programs_queued(xs.shape[1])
+    run, args, repeats = (_scanned, xs, 20) if scanned else (_apart, list(xs), 5)
     call = lambda: [run(args, params, cfg) for _ in range(queued)]  # noqa: E731
     return _bench.median_us(call, repeats=repeats) / xs.shape[0] / queued
 
@@ -250,7 +248,8 @@ def measure(
         "alignment": plan.alignment,
         "capacity": plan.capacity,
         "rows": plan.rows,
-        "layers": work.xs.shape[0],
+        "layers": len(work.xs),
+        "queued": _bench.programs_queued(len(x)),
         "us": layers_us(cfg, params, work.xs),
         "one_call_us": _bench.median_us(call),
         "error": error,
