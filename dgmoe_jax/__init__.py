@@ -7,7 +7,9 @@ from dgmoe_jax.quantize import dequantize, quantize
 from dgmoe_jax.routing import expert_counts, route
 from dgmoe_jax.types import ExpertWeights, MoEParams, Routing, Scaled
 from dgmoe_jax.warmup import WarmupReport, assert_warm, warmup
+from dgmoe_jax.weights.hf import load_hf
 from dgmoe_jax.weights.prepare import prepare_params
+from dgmoe_jax.weights.store import load, save
 
 __version__ = "0.1.0"
 
@@ -26,10 +28,13 @@ __all__ = [
     "assert_warm",
     "dequantize",
     "expert_counts",
+    "load",
+    "load_hf",
     "moe_layer",
     "plan",
     "prepare_params",
     "quantize",
     "route",
+    "save",
     "warmup",
 ]

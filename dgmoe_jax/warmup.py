@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dgmoe_jax import backends
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Plan, dense, plan
+from dgmoe_jax.progress import bar
 from dgmoe_jax.recipes import padded
 
 ANY_MEMORY = 2**62  # bytes free: slabs wherever they gain something
@@ -159,7 +159,7 @@ def warmup(
         built = kernel_cache.build_shim("gpu" if needed else "cpu")
         if needed:
             why = f"{len(needed)} GEMMs of DeepGEMM's"
-            with _bar(len(needed), progress) as advance:
+            with bar("DeepGEMM's kernels, by GEMM", len(needed), progress) as advance:
                 used, new = kernel_cache.compile_gemms(
                     [asdict(gemm) for gemm in needed], processes, advance
                 )
@@ -175,19 +175,6 @@ def warmup(
         cache_bytes=cache_bytes,
         why=why,
     )
-
-
-@contextlib.contextmanager
-def _bar(total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    if not show or importlib.util.find_spec("rich") is None:
-        yield lambda count: None
-        return
-    from rich import progress
-
-    columns = (*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
-    with progress.Progress(*columns) as bar:
-        task = bar.add_task("DeepGEMM's kernels, by GEMM", total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 @contextlib.contextmanager
