@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from dgmoe_jax.interop import dlpack
 
 import dgmoe_jax as dg
-from dgmoe_jax.interop import dlpack
 from dgmoe_jax.steps.route import router_logits
 from dgmoe_jax.weights.families import DENSE, FAMILIES, HASHED
 from dgmoe_jax.weights.hf import read_hf
@@ -50,7 +50,8 @@ def _operator() -> torch.library.Library:
     )
     for key in ("CPU", "CUDA"):
         library.impl("moe", lambda x, ids, layer: _layers[layer]._run(x, ids), key)
-    library._register_fake("moe", lambda x, ids, layer: torch.empty_like(x))
+    fake = lambda x, ids, layer: torch.empty_like(x)  # noqa: E731
+    torch.library.register_fake("dgmoe_jax::moe", fake, lib=library)
     return library
 
 
@@ -115,7 +116,12 @@ class TorchMoE(torch.nn.Module):
                 f"block: {type(block).__name__} of model_type={kind!r}, must be in {FAMILIES_READ}"
             )
         tensors = block.state_dict()
-        device = _jax_device(next(iter(tensors.values())).device)
+        device = dlpack.jax_device(next(iter(tensors.values())).device)
+        if device.platform != jax.default_backend():  # whose kernels and plans the layer is made of
+            raise ValueError(
+                f"block: on {device.platform}, and JAX's default is {jax.default_backend()!r}: move"
+                " the model, or set JAX_PLATFORMS"
+            )
         # Of one layer, whichever it was: this block is not dense, and has a table or has none.
         table = any(name.endswith("tid2eid") for name in tensors)
         one = {k: v for k, v in config.to_dict().items() if k not in {*DENSE, *HASHED}}
@@ -163,7 +169,11 @@ class TorchMoE(torch.nn.Module):
             )
         x = hidden_states.reshape(-1, hidden)
         token_ids = input_ids.reshape(-1).to(torch.int32) if by_hash else None
-        return torch.ops.dgmoe_jax.moe(x, token_ids, self._number).view(hidden_states.shape)
+        if torch.compiler.is_compiling():
+            y = torch.ops.dgmoe_jax.moe(x, token_ids, self._number)
+        else:  # torch's dispatcher takes as long as both hand-overs
+            y = self._run(x, token_ids)
+        return y.view(hidden_states.shape)
 
     def route(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
@@ -214,18 +224,6 @@ def replace_moe_blocks(model: torch.nn.Module, **options: Any) -> list[str]:
 def _is_block(module: torch.nn.Module) -> bool:
     experts = getattr(module, "experts", None)
     return isinstance(experts, torch.nn.Module) and hasattr(experts, "down_proj")
-
-
-def _jax_device(device: torch.device) -> jax.Device:
-    """JAX's name for torch's device, on which the layer's plan and kernels are made."""
-    kind = {"cpu": "cpu", "cuda": "gpu"}.get(device.type)
-    if kind != jax.default_backend():
-        raise ValueError(
-            f"block: on {device}, and JAX runs on {jax.default_backend()!r}: move the model, or set"
-            " JAX_PLATFORMS"
-        )
-    ids = {d.local_hardware_id: d for d in jax.local_devices(backend=kind)}
-    return jax.local_devices(backend=kind)[0] if kind == "cpu" else ids[device.index]
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import _controls
 import _report
 import _stages
+import bench_interop
 import bench_layer
 
 
@@ -135,3 +136,19 @@ def test_plot_and_table_take_each_last_line_and_the_fastest_configuration(tmp_pa
     done = bench("--plot", "--out", out)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_hand_over_costs_what_a_line_says(tmp_path):
+    out = tmp_path / "interop.jsonl"
+    app = typer.Typer()
+    app.command()(bench_interop.main)
+    options = ["--shape", "tiny", "--tokens", "3", "--recipe", "bf16", "--out", str(out)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    (line,) = lines(out)
+    assert line["bench"] == "interop" and line["T"] == 3
+    times = {name: us for name, us in line.items() if name.endswith("_us")}
+    assert len(times) == 7 and all(us > 0 for name, us in times.items() if name != "extra_us")
+    assert line["extra_us"] == line["module_us"] - line["jitted_us"]
+    unknown = CliRunner().invoke(app, ["--shape", "huge"])
+    assert unknown.exit_code == 2
