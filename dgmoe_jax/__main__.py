@@ -164,7 +164,7 @@ def parity(
         print(json.dumps([line.as_dict() for line in lines], indent=2))
         raise typer.Exit(not ok)
     table = Table(
-        *("against", "step", "first difference: ours, theirs", "differing", "largest", "relative"),
+        *("against", "step", "first difference: ours, theirs", "share", "largest", "relative"),
         *("limit", ""),
         title=f"{model}, {recipe}, {case.layer.cfg.activation}, on {jax.devices()[0].device_kind}",
     )
@@ -175,7 +175,7 @@ def parity(
             *(f"{line.max_abs:.3g}", f"{line.error:.2g}", limit),
             "[green]ok[/green]" if line.ok else "[red]differs[/red]",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     raise typer.Exit(not ok)
 
 

@@ -83,9 +83,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
     why_not = _why_not_shared(tensor)
     if why_not and not copy:
         raise ValueError(f"tensor: {why_not}; copy=True copies it")
-    if why_not:
-        tensor = tensor.resolve_neg().clone(memory_format=torch.contiguous_format)
-    array = share(tensor)
+    array = share(shareable(tensor) if why_not else tensor)
     if copy:
         array = jnp.array(array, copy=True)
         to_torch(array)  # for the wait
@@ -184,6 +182,8 @@ def _drop(array: jax.Array, device: torch.device) -> None:
     """JAX would give the memory to its next program, on a stream that knows nothing of torch's."""
     import torch
 
+    if torch.cuda.is_current_stream_capturing():  # an event of a graph's cannot be asked
+        return
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     _dropped.append((event, array))

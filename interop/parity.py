@@ -52,6 +52,9 @@ OWN_CHAIN = {"bf16": 0.0045, "fp8_block": 0.05}
 """Relative error of a step of transformers' f32 chain: bf16 is rounded to at most five times
 (tests/test_parity_transformers.py); FP8 of the activations costs Gaussian numbers 4.6 %."""
 
+ROUNDING = 2.0**-16
+"""Of f32 numbers that an exponential went into: a GPU's own is within 2^-20 or so."""
+
 ON_OUR_BYTES = 2.0**-9
 """Relative error of one step on the same input. Both round a sum to bf16, and differ where it lies
 between two of them; an FP8 value falls on its neighbour where an exponential is an ulp off."""
@@ -311,7 +314,7 @@ def by_transformers(case: Case, mine: dict[str, torch.Tensor]) -> Stages:
     ids, weights = _sorted(ids, weights)
     yield "router ids", ids, 0.0
     # transformers has its scaling factor in the weights.
-    yield "router weights", weights.float() / cfg.router.scaling_factor, 1e-5
+    yield "router weights", weights.float() / cfg.router.scaling_factor, ROUNDING
     yield "rows", x[:, None].expand(-1, ids.shape[1], -1), limit
     columns = []
     for slot in ids.long().split(1, dim=1):
@@ -336,7 +339,9 @@ def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values and f32 scales of groups of 128, the last one maybe short."""
     tail = -x.shape[-1] % 128
     groups = torch.nn.functional.pad(x.float(), (0, tail)).unflatten(-1, (-1, 128))
-    scales = groups.abs().amax(-1).clamp(min=1e-10) / 448.0
+    largest = groups.abs().amax(-1).clamp(min=1e-10)
+    # By a tensor: on a GPU, torch multiplies by the reciprocal of a number.
+    scales = largest / torch.full_like(largest, 448.0)
     values = (groups / scales[..., None]).clamp(-448.0, 448.0).flatten(-2)
     return values[..., : x.shape[-1]].to(torch.float8_e4m3fn), scales
 
@@ -385,7 +390,7 @@ def by_torch(case: Case, mine: dict[str, torch.Tensor]) -> Stages:
     hidden, inner = cfg.hidden_size, cfg.intermediate_size
     ids, weights = _choose(case)
     yield "router ids", ids, 0.0
-    yield "router weights", weights, 1e-6
+    yield "router weights", weights, ROUNDING
 
     top_k = ids.shape[1]
     slots = lambda a: a[:, None].expand(-1, top_k, *a.shape[1:])  # noqa: E731
@@ -407,8 +412,8 @@ def by_torch(case: Case, mine: dict[str, torch.Tensor]) -> Stages:
     kept = _activate(mine["gate and up"], cfg.activation)
     values, scales = _quantise(kept) if fp8 else (kept.bfloat16(), None)
     if fp8:
-        yield "activation: scales", scales, 1e-6
-        # With our scales, whose last bit an exponential decides.
+        # As numbers, since an exponential decides the last bit of a scale.
+        yield "activation: scales", scales, ROUNDING
         yield "activation", _decode(values, scales), ON_OUR_BYTES
     else:
         yield "activation", values, ON_OUR_BYTES
@@ -464,6 +469,11 @@ def by_sglang(case: Case, mine: dict[str, torch.Tensor]) -> Stages:
     from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 
     cfg, params, x = case.layer.cfg, case.layer.params, case.x
+    for name, size in (("hidden", cfg.hidden_size), ("intermediate", cfg.intermediate_size)):
+        if size % 128:
+            raise ValueError(f"{name}={size}: must be a multiple of 128 for SGLang's kernels")
+    if cfg.activation != dg.SiLU(keep_fp32=False):
+        raise NotImplementedError(f"{cfg.activation}: SiLU(keep_fp32=False) is compared")
     ids, layout = mine["router ids"], dg.plan(cfg, len(case.x)).layout
     top_k = ids.shape[1]
     both = [
@@ -477,7 +487,8 @@ def by_sglang(case: Case, mine: dict[str, torch.Tensor]) -> Stages:
     product = functools.partial(sglang.grouped_gemm, ids=ids, layout=layout)
     yield "gate and up", product(mine["rows"], mine["rows: scales"], both[0]), 0.0
     gateup = mine["gate and up"].flatten(0, 1)
-    kept = silu_and_mul(gateup, gateup.new_empty(len(gateup), gateup.shape[1] // 2))
+    kept = gateup.new_empty(len(gateup), gateup.shape[1] // 2)
+    silu_and_mul(gateup, kept)
     values, scales = sglang_per_token_group_quant_fp8(kept, 128)
     yield "activation: scales", scales.unflatten(0, (-1, top_k)), 0.0
     yield "activation", values.unflatten(0, (-1, top_k)), 0.0

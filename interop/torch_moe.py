@@ -6,7 +6,8 @@ of JAX's streams.
 
 `torch.compile`: the layer is one custom operator, `dgmoe_jax::moe`, opaque to the compiler, with a
 shape function; a graph does not break at it. Each number of tokens is a program of JAX's, compiled
-at its first call, as under `jax.jit`: pad to a few sizes, or `dgmoe_jax.warmup` them.
+at its first call, as under `jax.jit`: pad to a few sizes and call each once. (`dgmoe_jax.warmup`
+compiles DeepGEMM's kernels ahead, not these programs.)
 
 CUDA graphs: JAX's programs cannot be captured into one of torch's, and a call while the stream is
 being captured raises. The operator is tagged `cudagraph_unsafe`, by which `torch.compile` graphs
@@ -61,9 +62,9 @@ _library = _operator()  # the operator lives as long as this object
 class TorchMoE(torch.nn.Module):
     """`moe_layer` on torch tensors, for inference.
 
-    Its weights are JAX's, shared by copies of the module's reference and in no `state_dict`; keep
-    them with `dgmoe_jax.save(path, module.cfg, module.params)`. They stay on the device where
-    `params` lie: `.to()` moves nothing, and tokens come on the same device.
+    Its weights are JAX's and in no `state_dict`; keep them with `dgmoe_jax.save(path, module.cfg,
+    module.params)`, or pickle the module. They stay on the device where `params` lie: `.to()` moves
+    nothing, and tokens come on the same device.
     """
 
     def __init__(self, cfg: dg.MoEConfig, params: dg.MoEParams):
