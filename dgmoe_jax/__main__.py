@@ -1,4 +1,4 @@
-"""`python -m dgmoe_jax doctor` and `python -m dgmoe_jax warmup`."""
+"""`python -m dgmoe_jax doctor`, `warmup` and `parity`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,8 @@ except ImportError as missing:
 
 # JAX would take most of the GPU for itself, which those that compile beside it need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
 
 import dgmoe_jax as dg
 from dgmoe_jax import doctor as doctor_module
@@ -104,6 +107,76 @@ def warmup(
     except (ValueError, RuntimeError) as problem:
         sys.exit(f"warmup: {problem}")
     print(json.dumps(asdict(report), indent=2) if as_json else report)
+
+
+@app.command()
+def parity(
+    *,
+    model: Annotated[str, _help("deepseek_v3, deepseek_v4_hash, qwen3_moe, mixtral, ...")],
+    against: Annotated[str, _help("Of transformers, torch, sglang.")] = "transformers,torch",
+    tokens: Annotated[int, _help("Number of tokens.")] = 64,
+    experts: Annotated[int, _help("Number of routed experts.")] = 16,
+    hidden: Annotated[int, _help("Hidden size.")] = 256,
+    intermediate: Annotated[int, _help("Intermediate size of an expert.")] = 128,
+    top_k: Annotated[int, _help("Experts a token.")] = 4,
+    recipe: str = "bf16",
+    layout: str = "auto",
+    backend: str = "auto",
+    seed: int = 0,
+    as_json: Json = False,
+) -> None:
+    """The layer against others' code, step by step, on random weights.
+
+    Status 0: every step within its limit; 1: some are not; 2: nothing was compared, and why.
+    """
+    sides = against.split(",")
+    try:
+        import_module("transformers")
+        harness = import_module("dgmoe_jax.interop.parity")
+    except ImportError as missing:
+        print(f"parity needs {missing.name}: pip install 'dgmoe_jax[parity]'", file=sys.stderr)
+        raise typer.Exit(2) from None
+    try:
+        for side in sides:
+            reason = harness.unavailable(side, recipe)
+            if reason:
+                raise NotImplementedError(f"against={side!r}: {reason}")
+        case = harness.make_case(
+            model,
+            tokens=tokens,
+            num_experts=experts,
+            hidden=hidden,
+            inner=intermediate,
+            top_k=top_k,
+            recipe=recipe,
+            layout=layout,
+            backend=backend,
+            # SGLang's contiguous flow rounds the activation before it quantises.
+            keep_fp32="sglang" not in sides,
+            seed=seed,
+        )
+        lines = [line for side in sides for line in harness.compare(case, side)]
+    except (ValueError, NotImplementedError) as problem:
+        print(f"parity: {problem}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    ok = all(line.ok for line in lines)
+    if as_json:
+        print(json.dumps([line.as_dict() for line in lines], indent=2))
+        raise typer.Exit(not ok)
+    table = Table(
+        *("against", "step", "first difference: ours, theirs", "share", "largest", "relative"),
+        *("limit", ""),
+        title=f"{model}, {recipe}, {case.layer.cfg.activation}, on {jax.devices()[0].device_kind}",
+    )
+    for line in lines:
+        limit = "same bits" if line.limit == 0 else f"{line.limit:.2g}"
+        table.add_row(
+            *(line.against, line.stage, line.first or "none", f"{line.differing:.2%}"),
+            *(f"{line.max_abs:.3g}", f"{line.error:.2g}", limit),
+            "[green]ok[/green]" if line.ok else "[red]differs[/red]",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    raise typer.Exit(not ok)
 
 
 if __name__ == "__main__":

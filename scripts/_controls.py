@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import _bench
-import _sglang
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dgmoe_jax.interop import sglang as sglang_runner
 
 import dgmoe_jax as dg
 from dgmoe_jax import layouts
@@ -153,7 +153,7 @@ def sglang(cfg: dg.MoEConfig, params: dg.MoEParams, work: Work, y: jax.Array) ->
     `y` is the layer's result on work.xs[0], which it must reproduce.
     """
     none = dict.fromkeys(("control_us", "control_layout", "control_eager_us", "control_difference"))
-    reason = unavailable() or _sglang.unavailable()
+    reason = unavailable() or sglang_runner.unavailable()
     if reason:
         return {"control": f"SGLang: skipped, {reason}", **none}
     import torch
@@ -162,9 +162,9 @@ def sglang(cfg: dg.MoEConfig, params: dg.MoEParams, work: Work, y: jax.Array) ->
     inputs = [as_torch(a) for a in (work.xs, work.ids, work.weights)]
     expected = as_torch(y).float()
     graph, eager, differs = {}, {}, {}
-    for layout in _sglang.LAYOUTS:
+    for layout in sglang_runner.LAYOUTS:
         try:
-            layer = _sglang.layer(*weights, inputs[0][0], cfg.router.top_k, layout)
+            layer = sglang_runner.layer(*weights, inputs[0][0], cfg.router.top_k, layout)
             call = lambda i, layer=layer: layer(*(a[i] for a in inputs))  # noqa: E731
             differs[layout] = float((call(0).float() - expected).norm() / expected.norm())
             if not differs[layout] <= TOLERANCE:

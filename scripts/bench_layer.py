@@ -6,8 +6,8 @@ python scripts/bench_layer.py --command-buffers
 python scripts/bench_layer.py --plot
 python scripts/bench_layer.py --table
 
-What the controls need is in `_sglang.py` and `_controls.py`; what cannot run is skipped with the
-reason in the line.
+What the controls need is in `interop/sglang.py` and `_controls.py`; what cannot run is skipped with
+the reason in the line.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import _bench
 import _controls
 import _report
-import _sglang
 import _stages
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from dgmoe_jax.interop import sglang
 from rich.console import Console
 from rich.table import Table
 
@@ -390,7 +390,7 @@ def compile_all(names: list[str], recipes: list[str], tokens: str) -> None:
             command = [sys.executable, __file__, "--compile-gemms", layout, "--shape", name]
             command += ["--recipe", recipe, "--tokens", ",".join(map(str, sizes))]
             running.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-    _sglang.unavailable()
+    sglang.unavailable()
     for process in running:
         # What did not compile here does so on first use, which shows what is wrong.
         try:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import _controls
 import _report
 import _stages
+import bench_interop
 import bench_layer
 import bench_quantizers
 
@@ -161,3 +162,19 @@ def test_quantizers_are_measured_by_recipe_and_architecture(tmp_path):
             assert 0.024 <= line["relative_error"] <= 0.0284  # as RUNS_ON says
     _report.draw_quantizers(committed, tmp_path / "q.png")
     assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_hand_over_costs_what_a_line_says(tmp_path):
+    out = tmp_path / "interop.jsonl"
+    app = typer.Typer()
+    app.command()(bench_interop.main)
+    options = ["--shape", "tiny", "--tokens", "3", "--recipe", "bf16", "--out", str(out)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    (line,) = lines(out)
+    assert line["bench"] == "interop" and line["T"] == 3
+    times = {name: us for name, us in line.items() if name.endswith("_us")}
+    assert len(times) == 7 and all(us > 0 for name, us in times.items() if name != "extra_us")
+    assert line["extra_us"] == line["module_us"] - line["jitted_us"]
+    unknown = CliRunner().invoke(app, ["--shape", "huge"])
+    assert unknown.exit_code == 2

@@ -141,3 +141,48 @@ def layer(w13: tuple, w2: tuple, x: Any, top_k: int, layout: str) -> Callable:
         return runner.post_permute_deep_gemm_to_standard(out, quant, config, state).hidden_states
 
     return call
+
+
+def grouped_gemm(values: Any, scales: Any, weights: tuple, *, ids: Any, layout: str) -> Any:
+    """DeepGEMM called from torch: values [T, k, K] FP8 with scales [T, k, K / 128], weights
+    ([E, N, K], [E, N / 128, K / 128]), ids [T, k] -> [T, k, N] bf16."""
+    import deep_gemm
+    import torch
+
+    num_experts, width = weights[0].shape[:2]
+    owner = ids.flatten().long()
+    counts = torch.bincount(owner, minlength=num_experts)
+    # Rows of an expert are dense from the start of its segment, which is a whole number of blocks.
+    blocks = -(-counts // ALIGNMENT)
+    if layout == "masked":
+        blocks = blocks.max().clamp(min=1).expand(num_experts)
+    starts = (blocks.cumsum(0) - blocks) * ALIGNMENT
+    order = owner.argsort(stable=True)
+    rank = torch.empty_like(owner)
+    rank[order] = (
+        torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner[order]]
+    )
+    row = starts[owner] + rank
+    total = int(blocks.sum()) * ALIGNMENT
+    a = values.new_zeros(total, values.shape[-1], dtype=torch.uint8)
+    a[row] = values.flatten(0, 1).view(torch.uint8)
+    a = a.view(values.dtype)
+    groups = scales.new_ones(total, scales.shape[-1])
+    groups[row] = scales.flatten(0, 1)
+    out = torch.empty(total, width, dtype=torch.bfloat16, device=a.device)
+    if layout == "masked":
+        slabs = lambda t: t.view(num_experts, -1, t.shape[-1])  # noqa: E731
+        # MN-major: what DeepGEMM reads is the transposed view.
+        mn_major = slabs(groups).transpose(1, 2).contiguous().transpose(1, 2)
+        expected_m = -(-len(owner) // num_experts)
+        who = counts.to(torch.int32)
+        deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
+            (slabs(a), mn_major), weights, slabs(out), who, expected_m
+        )
+    else:
+        who = torch.full((total,), -1, dtype=torch.int32, device=a.device)
+        who[row] = owner.to(torch.int32)
+        deep_gemm.set_mk_alignment_for_contiguous_layout(ALIGNMENT)
+        mn_major = groups.t().contiguous().t()
+        deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous((a, mn_major), weights, out, who)
+    return out[row].unflatten(0, ids.shape)

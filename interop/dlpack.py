@@ -1,0 +1,189 @@
+"""Tensors between torch and JAX, where they lie: `to_jax` and `to_torch`, through DLPack.
+
+Without `copy` both sides read one piece of memory, which lives until both have let go of it. JAX
+takes its arrays for constants, and on a GPU the two run on streams of their own:
+
+* Each hand-over orders the streams one way: what torch's current stream was given before `to_jax`
+  is done before JAX reads, and what JAX was given before `to_torch` is done before torch's current
+  stream goes on. On a CPU, `to_torch` waits.
+* Nothing orders what comes later. A tensor given to JAX must be neither written nor freed until
+  what reads it is done: `jax.block_until_ready`, or anything that follows the `to_torch` of a
+  result that depends on it. `to_jax(tensor, copy=True)` lifts that: torch's stream waits for the
+  copy, after which the tensor may be written or freed at once.
+* A tensor that JAX gave is JAX's memory: writing to it changes the array. Dropping it is safe
+  while the current stream still reads it; what other streams read must be awaited first.
+* A program of JAX's that is given an array by `donate_argnums` does not get memory that torch
+  sees: JAX copies instead.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jaxlib import _jax
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = (
+    *("bfloat16", "float16", "float32", "int32", "int8", "uint8", "bool"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+)
+"""What either side hands over, by the name that both have for it. FP4 goes as uint8, two a byte."""
+
+ALIGNMENT = {"cpu": 64, "cuda": 16}
+"""Bytes: XLA on a CPU copies what is aligned to less, and on a GPU refuses to run on it."""
+
+_TRIED = ("0.10.2", "0.11.2")
+"""Versions of jaxlib whose function below `jnp.from_dlpack` is called, which takes some 20 us less;
+other versions take the public way."""
+
+_DLPACK_KIND = {"cpu": 1, "cuda": 2}
+
+_dropped: collections.deque[tuple[Any, jax.Array]] = collections.deque()
+"""Arrays whose tensors are gone, until the event after torch's last work on them has passed."""
+
+
+def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
+    """A torch tensor as a JAX array on the same device, the same bits.
+
+    Args:
+      tensor: of a dtype in `DTYPES`; without `copy`, contiguous (strides of dimensions of size 1
+        are not looked at) and aligned to 64 bytes on a CPU, 16 on a GPU.
+      copy: into memory of JAX's own, for any strides.
+
+    Raises:
+      TypeError: no tensor, or a dtype that has no counterpart (int64 would become int32).
+      ValueError: memory that cannot be shared as it is; a tensor that requires grad; no CPU or GPU.
+      RuntimeError: the current stream is being captured into a CUDA graph.
+    """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: {type(tensor).__name__}, must be a torch.Tensor")
+    _check_dtype("tensor", str(tensor.dtype).removeprefix("torch."))
+    kind = tensor.device.type
+    if kind not in ALIGNMENT or tensor.layout != torch.strided:
+        raise ValueError(
+            f"tensor: {tensor.layout} on {tensor.device}, must be torch.strided on {[*ALIGNMENT]}"
+        )
+    if tensor.requires_grad:
+        raise ValueError("tensor: requires grad, which ends here; pass tensor.detach()")
+    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "tensor: the current stream is being captured into a CUDA graph, which JAX's work"
+            " cannot enter; capture what lies before and after it"
+        )
+    why_not = _why_not_shared(tensor)
+    if why_not and not copy:
+        raise ValueError(f"tensor: {why_not}; copy=True copies it")
+    array = share(shareable(tensor) if why_not else tensor)
+    if copy:
+        array = jnp.array(array, copy=True)
+        to_torch(array)  # for the wait
+    return array
+
+
+def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
+    """A JAX array as a torch tensor on the same device, the same bits; a GPU's is not awaited.
+
+    Args:
+      array: on one device, of a dtype in `DTYPES`.
+      copy: into memory of torch's own, which may be written.
+
+    Raises:
+      TypeError: no array, or a dtype that has no counterpart; a value that is being traced.
+      ValueError: a deleted or donated array, or one on several devices.
+    """
+    import torch
+
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"array: {array}, is being traced; its values are known outside of jit only"
+        )
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"array: {type(array).__name__}, must be a jax.Array")
+    _check_dtype("array", jnp.dtype(array.dtype).name)
+    if array.is_deleted():
+        raise ValueError("array: deleted or donated, must be alive")
+    if len(array.devices()) != 1:
+        raise ValueError(f"array: on {len(array.devices())} devices, must be on one")
+    (device,) = array.devices()
+    if device.platform == "cpu":  # jaxlib 0.10 waits by itself, which the protocol does not ask for
+        array.block_until_ready()
+    tensor = torch.from_dlpack(array)
+    if tensor.is_cuda:
+        weakref.finalize(tensor.untyped_storage(), _drop, array, tensor.device).atexit = False
+        while _dropped and _dropped[0][0].query():
+            _dropped.popleft()
+    return tensor.clone() if copy else tensor
+
+
+def share(tensor: torch.Tensor) -> jax.Array:
+    """`to_jax` of a tensor that is known to be one that can be shared."""
+    import torch
+
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        with torch.cuda.device(tensor.device):  # whose current stream is the one meant
+            return share(tensor)
+    if jaxlib.__version__ not in _TRIED:
+        return jnp.from_dlpack(tensor)
+    device, kind = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type]
+    stream = device.get_stream_for_external_ready_events() if tensor.is_cuda else None
+    capsule = tensor.__dlpack__(stream=stream)
+    return _jax.dlpack_managed_tensor_to_buffer(capsule, device, stream, None, kind)
+
+
+@functools.cache
+def jax_device(device: torch.device) -> jax.Device:
+    """JAX's name for torch's device. Raises ValueError where JAX does not run on it."""
+    try:
+        found = jax.local_devices(backend={"cuda": "gpu"}.get(device.type, device.type))
+    except RuntimeError:
+        found = []
+    for d in found:
+        if device.type == "cpu" or d.local_hardware_id == device.index:
+            return d
+    raise ValueError(f"device {device}: JAX does not run on it, only on {jax.local_devices()}")
+
+
+def shareable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a contiguous, aligned copy of it on torch's current stream."""
+    import torch
+
+    if _why_not_shared(tensor):
+        return tensor.resolve_neg().clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _why_not_shared(tensor: torch.Tensor) -> str | None:
+    if not tensor.is_contiguous():
+        return f"strides {tensor.stride()} of shape {tuple(tensor.shape)} are not contiguous"
+    if tensor.is_neg():
+        return "its values are those of its memory negated (torch's negative bit)"
+    alignment = ALIGNMENT[tensor.device.type]
+    if tensor.data_ptr() % alignment:
+        return f"its memory starts {tensor.data_ptr() % alignment} bytes past {alignment} aligned"
+    return None
+
+
+def _check_dtype(owner: str, name: str) -> None:
+    if name not in DTYPES:
+        raise TypeError(f"{owner}: dtype {name}, must be in {DTYPES}")
+
+
+def _drop(array: jax.Array, device: torch.device) -> None:
+    """JAX would give the memory to its next program, on a stream that knows nothing of torch's."""
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():  # an event of a graph's cannot be asked
+        return
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    _dropped.append((event, array))
