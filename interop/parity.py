@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 import dgmoe_jax as dg
 from dgmoe_jax.plan import Plan, dense
-from dgmoe_jax.recipes import RECIPES, padded
+from dgmoe_jax.recipes import padded, run_of
 from dgmoe_jax.steps import experts, permute, unpermute
 from dgmoe_jax.steps import route as routing_step
 
@@ -208,7 +208,7 @@ def _cut(block: dg.ExpertWeights, hidden: int, inner: int) -> tuple[torch.Tensor
 @functools.partial(jax.jit, static_argnames=("cfg", "plan"))
 def _steps(x, params, token_ids, *, cfg: dg.MoEConfig, plan: Plan) -> dict[str, Any]:
     """The layer's steps, one after another, and what each hands on."""
-    fmt = RECIPES[cfg.recipe].activations
+    fmt = run_of(cfg.recipe, params.experts.w13.format).operands.activations
     logits = routing_step.router_logits(x, params.gate_weight)
     routing = routing_step.select(
         *(logits, params.gate_bias, cfg.router, plan.backend),
@@ -217,9 +217,9 @@ def _steps(x, params, token_ids, *, cfg: dg.MoEConfig, plan: Plan) -> dict[str, 
     )
     wide = jnp.pad(x, ((0, 0), (0, padded(cfg.hidden_size) - cfg.hidden_size)))
     rows, src2dst = permute.permute(wide, routing.topk_ids, fmt, cfg.num_experts, plan)
-    gateup = experts.gemm(rows, params.experts.w13, plan)
+    gateup = experts.gemm(rows, params.experts.w13, fmt, plan)
     inner = experts.activate(gateup, rows, cfg.activation, fmt, plan)
-    down = experts.gemm(inner, params.experts.w2, plan)
+    down = experts.gemm(inner, params.experts.w2, fmt, plan)
     combine = functools.partial(
         unpermute.unpermute,
         *(down, src2dst, routing.topk_weights),
