@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from dgmoe_jax import layouts
-from dgmoe_jax.recipes import READS, RUNS_ON, is_read_by, padded, run_of
+from dgmoe_jax.recipes import BESIDE, READS, RUNS_ON, is_read_by, padded, run_of
 
 
 def shape(name: str, array, expected: Sequence[int | None]) -> None:
@@ -106,6 +106,9 @@ def params(params, cfg) -> None:
         size = {"w13": (2 * padded(inner), hidden), "w2": (hidden, padded(inner))}
         for operand, (n, k) in size.items():
             weight, where = getattr(block, operand), f"params.{name}.{operand}"
+            beside = name == "shared" and cfg.recipe in BESIDE
+            if beside and run_of(BESIDE[cfg.recipe], weight.format):
+                fmt = weight.format
             if weight.format != fmt:
                 raise ValueError(
                     f"{where}: format {weight.format.name!r}, must be {fmt.name!r} for"
@@ -121,8 +124,11 @@ def params(params, cfg) -> None:
 
 def readable(params, cfg, backend: str) -> None:
     """`backend` reads `params` as they are stored."""
-    fmt = params.experts.w13.format
-    if not is_read_by(backend, cfg.recipe, fmt):
+    blocks = (params.experts, params.shared)
+    for fmt in {block.w13.format for block in blocks if block is not None}:
+        recipes = (cfg.recipe, BESIDE.get(cfg.recipe, cfg.recipe))
+        if any(is_read_by(backend, recipe, fmt) for recipe in recipes):
+            continue
         scales = "packed" if fmt.packed_scales else "f32"
         raise NotImplementedError(
             f"backend={backend!r} does not read params' {fmt.name!r} weights with {scales} scales;"

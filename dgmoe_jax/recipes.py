@@ -141,6 +141,9 @@ RUNS_ON["mxfp4"]["sm90"] = Run(
     " the scales of a 128 x 128 block span at most 2^14",
 )
 
+BESIDE = {"mxfp4": "fp8_block"}
+"""Recipe -> another that its shared experts may be stored in: DeepSeek-V4's FP8 beside FP4."""
+
 READS = {
     "xla": ("cpu", "gpu", "sm90", "sm100"),
     "pallas": ("sm90",),

@@ -13,6 +13,7 @@ import numpy as np
 
 from dgmoe_jax.config import MoEConfig, RouterConfig
 from dgmoe_jax.progress import bar
+from dgmoe_jax.recipes import BESIDE
 from dgmoe_jax.types import MoEParams
 from dgmoe_jax.weights.families import DENSE, FAMILIES, HASHED, KNOWN, NUM_EXPERTS, Family
 from dgmoe_jax.weights.prepare import prepare_params
@@ -39,11 +40,11 @@ def load_hf(
     MXFP8 or MXFP4, with shared experts, their gate, correction bias and hash table. Only that
     layer's tensors are read, from memory-mapped files, one expert at a time.
 
-    Weights stay in the encoding they come in, with their scales, if `recipe` reads it. Otherwise
-    they are dequantised to bf16, a matrix at a time, and `prepare_params` quantises them again: as
-    asked where `recipe` is named; where it is not (DeepSeek-V4's shared experts, in FP8 beside
-    experts in MXFP4), with a warning. Per-tensor FP8 scales become the same scale for every block;
-    scales of activations (`input_scale`) are not read, since activations are scaled as they come.
+    Weights stay in the encoding they come in, with their scales, if `recipe` reads it;
+    DeepSeek-V4's shared experts stay FP8 beside experts in MXFP4. Otherwise they are dequantised to
+    bf16, a matrix at a time, and `prepare_params` quantises them again, with a warning where no
+    `recipe` asks for it. Per-tensor FP8 scales become the same scale for every block; scales of
+    activations (`input_scale`) are not read, since activations are scaled as they come.
 
     Args:
       source: a folder with config.json and model.safetensors or its shards and index; or a mapping
@@ -125,15 +126,17 @@ def read_hf(
     with bar(f"layer {layer}, matrices", 2 * num_experts, progress) as advance:
         raw |= reader.block(*sizes, cfg.recipe, advance)
     if model.num_shared:
-        stored = reader.recipe(*shared)
-        if recipe is None and stored not in ("bf16", cfg.recipe):
+        stored, kept = reader.recipe(*shared), cfg.recipe
+        if stored == BESIDE.get(cfg.recipe):
+            kept = stored
+        if recipe is None and stored not in ("bf16", kept):
             warnings.warn(
                 f"{reader.where(names.shared.name(0, 0))}: shared experts are stored for recipe"
-                f" {stored!r}; they are quantised again for {cfg.recipe!r}, which costs Gaussian"
-                f" weights in FP4 12 %; recipe={stored!r} keeps them, and requantises the experts",
+                f" {stored!r} and quantised again for {cfg.recipe!r}; recipe={stored!r} keeps them,"
+                " and requantises the experts",
                 stacklevel=3,
             )
-        for name, array in reader.block(*shared, cfg.recipe).items():
+        for name, array in reader.block(*shared, kept).items():
             raw[f"shared_{name}"] = array[0]
         if names.shared_gate:
             raw["shared_gate_weight"] = reader.array(names.shared_gate, (1, hidden))

@@ -16,7 +16,7 @@ from jax import Array, lax
 from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.quantize import quantize, stored
-from dgmoe_jax.recipes import FP8_128X128, RECIPES, RUNS_ON, Format, padded, target
+from dgmoe_jax.recipes import BESIDE, FP8_128X128, RECIPES, RUNS_ON, Format, padded, target
 from dgmoe_jax.types import ExpertWeights, MoEParams, Scaled
 from dgmoe_jax.weights import paths
 
@@ -55,8 +55,9 @@ def prepare_params(
           [E, 2I, H / 2], `w2` [E, H, I / 2], and scales as of "mxfp8".
 
         UE8M0 scales are float8_e8m0fnu, uint8 (the exponent) or f32 powers of two. `shared_*` are
-        the same without E. Fused shared experts become experts E, E + 1, ... of the same block of
-        weights. Hash selection also needs `hash_table` [vocab, k] int32 or int64 of experts' ids.
+        the same without E, and may be FP8 in blocks beside experts in FP4 (DeepSeek-V4). Fused
+        shared experts become experts E, E + 1, ... of the same block of weights. Hash selection
+        also needs `hash_table` [vocab, k] int32 or int64 of experts' ids.
       arch: the architecture to lay out for: "cpu", "sm90", "sm100" (`recipes.RUNS_ON` says how each
         runs a recipe). None is the default device's. With a GPU backend named in `cfg`, a CPU
         stands for sm90.
@@ -82,12 +83,11 @@ def prepare_params(
             f"recipe={cfg.recipe!r} does not run on {arch}; it does on {archs}"
         )
     _check_names(raw, cfg)
-    weights = functools.partial(
-        _weights,
-        source=RECIPES[cfg.recipe].weights,
-        to=RUNS_ON[cfg.recipe][arch].operands.weights,
-        progress=progress,
-    )
+
+    def weights(raw, prefix, lead, hidden, inner, recipe=cfg.recipe):
+        source, to = RECIPES[recipe].weights, RUNS_ON[recipe][arch].operands.weights
+        return _weights(raw, prefix, lead, hidden, inner, source=source, to=to, progress=progress)
+
     num_experts, hidden, inner = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size
     gate_weight = jnp.asarray(raw["gate_weight"])
     checks.shape("gate_weight", gate_weight, (num_experts, hidden))
@@ -100,11 +100,18 @@ def prepare_params(
         gate_bias = gate_bias.astype(jnp.float32)
     experts = weights(raw, "", (num_experts,), hidden, inner)
     shared, count = None, cfg.num_shared_experts
+    recipe = _recipe_of_shared(raw, cfg)
     if cfg.router.fused_shared_experts:
-        fused = weights(_one_by_one(raw, cfg), "shared_", (count,), hidden, inner)
+        apart = _one_by_one(raw, cfg, RECIPES[recipe].weights)
+        fused = weights(apart, "shared_", (count,), hidden, inner, recipe)
+        if fused.w13.format != experts.w13.format:
+            raise NotImplementedError(
+                f"shared_w13: {fused.w13.format.name} beside experts in {experts.w13.format.name};"
+                " fused_shared_experts=0 runs"
+            )
         experts = jax.tree.map(lambda *pair: jnp.concatenate(pair), experts, fused)
     elif count:
-        shared = weights(raw, "shared_", (), hidden, count * inner)
+        shared = weights(raw, "shared_", (), hidden, count * inner, recipe)
     shared_gate = raw.get("shared_gate_weight")
     if shared_gate is not None:
         shared_gate = jnp.asarray(shared_gate)
@@ -114,10 +121,17 @@ def prepare_params(
     return MoEParams(gate_weight, gate_bias, experts, shared, table, shared_gate)
 
 
-def _one_by_one(raw: Mapping[str, Any], cfg: MoEConfig) -> dict[str, Array]:
+def _recipe_of_shared(raw: Mapping[str, Any], cfg: MoEConfig) -> str:
+    other = BESIDE.get(cfg.recipe)
+    fits = other and cfg.num_shared_experts
+    if fits and _is_encoded(_array(raw["shared_w13"]), RECIPES[other].weights):
+        return other
+    return cfg.recipe
+
+
+def _one_by_one(raw: Mapping[str, Any], cfg: MoEConfig, fmt: Format) -> dict[str, Array]:
     """The shared experts' block, cut: shared_w13 [S, 2I, H], shared_w2 [S, H, I], and scales."""
     count, hidden, inner = cfg.num_shared_experts, cfg.hidden_size, cfg.intermediate_size
-    fmt = RECIPES[cfg.recipe].weights
     given = {name: _array(raw[name]) for name in _SHARED[:4] if raw.get(name) is not None}
     for name, n, k in (
         ("shared_w13", 2 * count * inner, hidden),
