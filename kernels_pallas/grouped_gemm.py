@@ -404,29 +404,15 @@ def grouped(
 
         lax.cond(warpgroup == _WARPGROUPS, producer, consumer)
 
-    def swizzled(shape, dtype):
-        transforms = (
-            plgpu.TilingTransform((8, _ROW_BYTES // jnp.dtype(dtype).itemsize)),
-            plgpu.SwizzleTransform(_ROW_BYTES),
-        )
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
     copies = 2 + (fused is not None) + scaled
-    if interpret:
-        empty = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages)
-    else:
-        # Also for a cluster of one block: a warpgroup then arrives once rather than 128 times.
-        empty = plgpu.ClusterBarrier(
-            collective_axes=("peer",), num_arrivals=_WARPGROUPS, num_barriers=config.stages
-        )
     scratch = [
-        swizzled((config.stages, most, depth), a.dtype),
-        swizzled((config.stages, columns, depth), a.dtype),
-        swizzled((2, chunk_rows, GROUP), F32)
+        _swizzled((config.stages, most, depth), a.dtype),
+        _swizzled((config.stages, columns, depth), a.dtype),
+        _swizzled((2, chunk_rows, GROUP), F32)
         if quantized
-        else swizzled((_WARPGROUPS, 2, chunk_rows, _WGMMA_ROWS), BF16),
+        else _swizzled((_WARPGROUPS, 2, chunk_rows, _WGMMA_ROWS), BF16),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
-        empty,
+        _freed(config.stages, interpret),
     ]
     if scaled:
         scratch.append(plgpu.SMEM((config.stages, _scale_rows(most)), F32))
@@ -449,6 +435,24 @@ def grouped(
         interpret=interpreter() if interpret else False,
     )(*operands)
     return _outputs(out, m, out_columns)
+
+
+def _swizzled(shape: tuple[int, ...], dtype) -> object:
+    transforms = (
+        plgpu.TilingTransform((8, _ROW_BYTES // jnp.dtype(dtype).itemsize)),
+        plgpu.SwizzleTransform(_ROW_BYTES),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _freed(stages: int, interpret: bool) -> object:
+    """Barriers by which the computing warpgroups free the ring's slots."""
+    if interpret:
+        return plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages)
+    # Also for a cluster of one block: a warpgroup then arrives once rather than 128 times.
+    return plgpu.ClusterBarrier(
+        collective_axes=("peer",), num_arrivals=_WARPGROUPS, num_barriers=stages
+    )
 
 
 def output_types(

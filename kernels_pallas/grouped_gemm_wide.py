@@ -29,15 +29,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, as_bf16, interpreter, vector
-from .grouped_gemm import GROUP, Fused, _outputs, _pad_to, output_types
+from .grouped_gemm import (
+    _REGISTERS,
+    _ROW_BYTES,
+    _SMS,
+    _WARPGROUPS,
+    _WGMMA_ROWS,
+    GROUP,
+    Fused,
+    _freed,
+    _outputs,
+    _pad_to,
+    _swizzled,
+    output_types,
+)
 from .quant import quantize_tile
 
 ROWS, COLUMNS = 128, 2 * GROUP  # of a tile
-_ROW_BYTES = 128  # of K in a stage: the widest swizzle, 64 bf16 or 128 FP8 values
-_WGMMA_ROWS = 64
-_WARPGROUPS = 2  # that compute
-_SMS = 132  # of an H100 or H200 SXM
-_REGISTERS = {"load": 24, "compute": 240}  # of a thread; 128 * (24 + 2 * 240) <= 64 Ki
 _CHUNK = 64  # columns of an output that are laid out in shared memory at a time
 
 
@@ -402,13 +410,6 @@ def grouped(
 
         lax.cond(warpgroup == _WARPGROUPS, producer, consumer)
 
-    if interpret:
-        empty = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages)
-    else:
-        # Also for a cluster of one block: a warpgroup then arrives once rather than 128 times.
-        empty = plgpu.ClusterBarrier(
-            collective_axes=("peer",), num_arrivals=_WARPGROUPS, num_barriers=config.stages
-        )
     scratch_types = [
         _swizzled((config.stages, ROWS, depth), a.dtype),
         _swizzled((config.stages, COLUMNS, depth), a.dtype),
@@ -417,7 +418,7 @@ def grouped(
         else _swizzled((_WARPGROUPS, GROUP // _CHUNK, _WGMMA_ROWS, _CHUNK), BF16),
         plgpu.Barrier(num_arrivals=2 + scaled, num_barriers=config.stages),
         plgpu.Barrier(num_arrivals=1, num_barriers=config.stages),
-        empty,
+        _freed(config.stages, interpret),
     ]
     if scaled:
         scratch_types.append(plgpu.SMEM((config.stages, ROWS), F32))
@@ -441,17 +442,6 @@ def grouped(
         interpret=interpreter() if interpret else False,
     )(*operands)
     return _outputs(out, m, out_columns)
-
-
-def _transforms(dtype):
-    return (
-        plgpu.TilingTransform((8, _ROW_BYTES // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(_ROW_BYTES),
-    )
-
-
-def _swizzled(shape, dtype):
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
 
 
 def _product(left, right, interpret: bool) -> Array:
