@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -77,6 +78,12 @@ def routing(topk_ids, topk_weights, num_tokens: int | None) -> None:
         raise ValueError(f"routing.topk_ids: shape {topk_ids.shape}, must have at least one slot")
     dtype("routing.topk_ids", topk_ids, ("int32",))
     dtype("routing.topk_weights", topk_weights, ("float32",))
+
+
+def arch(arch) -> None:
+    """An architecture as `plan` and `prepare_params` take it."""
+    if not isinstance(arch, str) or not re.fullmatch(r"cpu|gpu|sm\d+", arch):
+        raise ValueError(f"arch={arch!r}: must be 'cpu', 'gpu' or 'sm90', 'sm100', ...")
 
 
 def params(params, cfg) -> None:

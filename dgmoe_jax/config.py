@@ -255,7 +255,8 @@ class MoEConfig:
                         are experts of the grouped GEMMs where the router fuses them all.
     layout:             "auto", "contiguous" or "masked".
     backend:            "auto", "xla", "pallas", "deep_gemm", or "emulator" (the GPU kernels in
-                        interpret mode and DeepGEMM emulated, on a CPU, for tests).
+                        interpret mode and DeepGEMM emulated, on a CPU, for tests; turn off
+                        "jax_cpu_enable_async_dispatch", or its callbacks may hang).
     """
 
     num_experts: int

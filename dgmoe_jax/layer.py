@@ -41,7 +41,7 @@ def moe_layer(
       valid: [T] bool; tokens marked False go to no expert and their rows of y are zero.
       plan: overrides `dgmoe_jax.plan(cfg, T)`, its backend and layout included. With a routing
         whose ids are distinct within a token, `plan(cfg, T, top_k=k, distinct_ids=True)` has
-        slabs of T rows instead of T * k; a token that breaks this promise gets NaN.
+        slabs of T rows instead of T * k; a token that breaks this promise gets NaN, and no other.
 
     Returns:
       y [T, H] bf16: scaling_factor * sum over slots of weight * expert(x), accumulated in f32 in
@@ -94,12 +94,14 @@ def moe_layer(
             hash_table=params.hash_table,
             valid=valid,
         )
-        if cfg.router.fused_shared_experts and shared_gate is not None:
-            fused = jnp.arange(top_k) >= cfg.router.top_k
-            weights = routing.topk_weights * jnp.where(fused, shared_gate, 1.0)
-            routing = Routing(routing.topk_ids, weights)
     else:
         routing = routing_step.drop_padding(routing, valid)
+    if cfg.router.fused_shared_experts and shared_gate is not None:
+        fused = routing.topk_ids >= cfg.num_experts
+        weights = routing.topk_weights * jnp.where(fused, shared_gate, 1.0)
+        routing = Routing(routing.topk_ids, weights)
+    if promised:
+        routing, broken = routing_step.drop_repeats(routing)
 
     x = jnp.pad(x, ((0, 0), (0, padded(cfg.hidden_size) - cfg.hidden_size)))
     rows, src2dst = permute.permute(x, routing.topk_ids, fmt, num_experts, plan)
@@ -116,7 +118,5 @@ def moe_layer(
     )
     y = y[:, : cfg.hidden_size]
     if promised:
-        known = (routing.topk_ids >= 0) & (routing.topk_ids < num_experts)
-        lost = jnp.any(known & (src2dst < 0), axis=1, keepdims=True)
-        y = jnp.where(lost, jnp.nan, y)
+        y = jnp.where(broken[:, None], jnp.nan, y)
     return y if valid is None else jnp.where(valid[:, None], y, 0)

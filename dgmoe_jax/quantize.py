@@ -70,5 +70,8 @@ def _amax(magnitude: Array, group: tuple[int, int]) -> Array:
         tail[-2] = (0, -magnitude.shape[-2] % rows)
     magnitude = jnp.pad(magnitude, tail)
     *lead, n, k = (1, *magnitude.shape) if magnitude.ndim == 1 else magnitude.shape
-    blocks = magnitude.reshape(*lead, n // rows, rows, k // columns, columns).max(axis=(-3, -1))
+    blocks = magnitude.reshape(*lead, n // rows, rows, k // columns, columns)
+    # By its bits: a maximum of floats may drop a NaN.
+    bits = lax.bitcast_convert_type(blocks, jnp.int32).max(axis=(-3, -1))
+    blocks = lax.bitcast_convert_type(bits, jnp.float32)
     return blocks[0] if magnitude.ndim == 1 else blocks

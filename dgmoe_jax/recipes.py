@@ -154,9 +154,12 @@ READS = {
 
 
 def target(arch: str, backend: str) -> str:
-    """The architecture to lay weights out for: `arch`, but on a CPU the one of a GPU backend that
-    is named, whose program is lowered there for another machine, or emulated."""
-    return READS[backend][0] if arch == "cpu" and backend in READS else arch
+    """The architecture to lay weights out for: `arch`, "gpu" if it is none of those above, but on a
+    CPU the one of a GPU backend that is named, whose program is lowered there for another machine,
+    or emulated."""
+    if arch == "cpu" and backend in READS:
+        return READS[backend][0]
+    return arch if arch in RUNS_ON["bf16"] else "gpu"
 
 
 def run_of(recipe: str, weights: Format) -> Run | None:

@@ -23,6 +23,10 @@ from dgmoe_jax.plan import dense
 from dgmoe_jax.recipes import Format, padded, run_of, target
 from dgmoe_jax.steps import experts, permute
 
+# Kernels in interpret mode call JAX from callbacks. These hang if JAX, which has few threads on a
+# small CPU, meanwhile runs ahead with something else.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
 # Reproducible in CI; the first example of each shape compiles, which is slow by design.
 settings.register_profile(
     "suite",

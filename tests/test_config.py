@@ -256,13 +256,12 @@ def test_plan_respects_the_memory_that_is_free():
         (TypeError, ["distinct_ids='no'", "bool"], {}, 8, {"distinct_ids": "no"}),
         (ValueError, ["arch=90", "'sm90'"], {}, 8, {"arch": 90}),
         (ValueError, ["arch=''", "'sm90'"], {}, 8, {"arch": ""}),
-        (NotImplementedError, ["sm80", "'bf16' runs on"], {}, 8, {"arch": "sm80"}),
         (ValueError, ["num_tokens=1073741824", "int32"], {}, 2**30, {}),
         (NotImplementedError, ["ep_size=2", "ep_size=1"], {}, 8, {"ep_size": 2}),
         (
             NotImplementedError,
-            ["'mxfp4'", "sm80", "'cpu'"],
-            {"recipe": "mxfp4"},
+            ["'pallas'", "sm80", "'xla'"],
+            {"backend": "pallas"},
             8,
             {"arch": "sm80"},
         ),
@@ -547,6 +546,16 @@ def test_fp8_weights_and_scales_come_together_in_their_shapes():
     )
 
 
-def test_an_architecture_that_runs_no_recipe_is_refused_with_those_that_do():
-    words = ["'mxfp4'", "on sm80", "'cpu'", "'sm90'"]
-    refuses(NotImplementedError, words, dg.prepare_params, {}, config(recipe="mxfp4"), arch="sm80")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_gpu_runs_what_jnp_runs(recipe):
+    for backend in ("auto", "xla"):
+        assert dg.plan(config(recipe=recipe, backend=backend), 8, arch="sm80").backend == "xla"
+    params = prepare(recipe=recipe, arch="sm80")
+    assert params.experts.w13.format == RECIPES[recipe].weights
+    refuses(ValueError, ["arch='a100'", "'sm90'"], dg.prepare_params, {}, config(), arch="a100")
+
+
+def test_an_id_that_would_wrap_into_range_is_refused():
+    table = np.array([[0, 2**32 + 1]])
+    router = dg.RouterConfig(2, selection="hash")
+    refuses(ValueError, ["4294967297"], prepare, router=router, hash_table=table)

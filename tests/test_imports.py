@@ -25,7 +25,7 @@ ALLOWED = {
     "backends": {"config", "platforms"},
     "xla": {"interop", "layouts", "tracing"},
     "reference": set(),
-    "plan": {"backends", "config", "layouts", "recipes"},
+    "plan": {"backends", "checks", "config", "layouts", "recipes"},
     "quantize": {"interop", "recipes", "types", "xla"},
     "steps": {"backends", "config", "plan", "recipes", "types"},
     "routing": {"backends", "checks", "config", "steps", "types"},

@@ -16,6 +16,7 @@ from conftest import (
     exact_layer,
     exact_tokens,
     f64,
+    gaussian,
     make_layer,
     moe_layer,
     random_ids,
@@ -159,7 +160,7 @@ def test_a_plan_of_larger_tiles_changes_no_bit(layout):
 
 
 def test_a_token_that_breaks_the_promise_of_distinct_ids_is_nan_and_alone():
-    """40 rows of one expert in a slab of 32; without the promise, they all fit."""
+    """Without the promise there is room for 40 rows of one expert, with it for 32."""
     layer = random_layer(backend="xla", layout="masked")
     x, ids = tokens(30, 128), random_ids(3, 30, 2, 4)
     ids[:20] = 1
@@ -171,9 +172,21 @@ def test_a_token_that_breaks_the_promise_of_distinct_ids_is_nan_and_alone():
     with pytest.raises(ValueError, match=r"plan.capacity=32: .* at least 60 .*distinct_ids=True"):
         layer(x, ids, plan=dg.plan(layer.cfg, 30))
     got = layer(x, ids, plan=promised)
-    assert np.isnan(f64(got[16:20])).all()
-    kept = np.r_[:16, 20:30]
-    same_bits(got[kept], want[kept])
+    assert np.isnan(f64(got[:20])).all()
+    same_bits(got[20:], want[20:])
+
+
+def test_a_routing_of_ones_own_keeps_the_gate_of_fused_shared_experts():
+    router = dg.RouterConfig(top_k=2, fused_shared_experts=1)
+    layer = random_layer(shared=1, router=router, backend="xla")
+    gate = gaussian(np.random.default_rng(1), 1, 128, scale=0.3)
+    params = dg.prepare_params(layer.raw | {"shared_gate_weight": gate}, layer.cfg)
+    x = jnp.asarray(tokens(17, 128))
+    logits = jnp.dot(x, params.gate_weight.T, preferred_element_type=jnp.float32)
+    chosen = dg.route(logits, router)
+    own = moe_layer(x, params, cfg=layer.cfg)
+    same_bits(moe_layer(x, params, cfg=layer.cfg, routing=chosen), own)
+    assert error(own, f64(moe_layer(x, layer.params, cfg=layer.cfg))) > 0.1  # without a gate
 
 
 # --- who may touch whom

@@ -248,6 +248,19 @@ def test_fp4_on_sm90_is_block_fp8_without_a_warning_unless_it_lost_something():
     assert not np.array_equal(now[1], was[1]) and np.array_equal(now[[0, 2, 3]], was[[0, 2, 3]])
 
 
+@pytest.mark.parametrize("arch", ["cpu", "sm90", "sm100"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_is_nan_stays_one_or_is_refused(recipe, arch):
+    layer = random_layer(recipe="bf16", backend="xla")
+    layer.raw["w13"][1, 2, 3] = np.nan
+    if arch == "sm100" and recipe != "bf16":  # its scales are exponents, which have no NaN here
+        with pytest.raises(ValueError, match="nan the first"):
+            dg.prepare_params(layer.raw, config(recipe, 128), arch=arch)
+        return
+    params = dg.prepare_params(layer.raw, config(recipe, 128), arch=arch)
+    assert np.isnan(f64(dg.dequantize(params.experts.w13))[1]).any()
+
+
 # --- path C: block FP8 to powers of two
 
 

@@ -60,6 +60,14 @@ def select(
     return Routing(topk_ids, topk_weights)
 
 
+def drop_repeats(routing: Routing) -> tuple[Routing, Array]:
+    """Tokens that name an expert twice go to none; also which they are, [T] bool."""
+    ids = jnp.sort(routing.topk_ids, axis=1)
+    broken = jnp.any((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0), axis=1)
+    kept = jnp.where(broken[:, None], -1, routing.topk_ids)
+    return Routing(kept, routing.topk_weights), broken
+
+
 def drop_padding(routing: Routing, valid: Array | None) -> Routing:
     """Tokens that are not `valid` [T] go to no expert, in a routing that the caller brings."""
     if valid is None:

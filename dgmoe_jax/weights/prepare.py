@@ -74,14 +74,11 @@ def prepare_params(
     Raises:
       ValueError, TypeError: a missing or unknown name, a shape or dtype that does not fit `cfg`,
         a UE8M0 scale that is no power of two.
-      NotImplementedError: a recipe that does not run on `arch`.
+      NotImplementedError: shared experts that cannot be fused with the others.
     """
-    arch = target(arch or backends.current_arch(), cfg.backend)
-    if arch not in RUNS_ON[cfg.recipe]:
-        archs = sorted(RUNS_ON[cfg.recipe])
-        raise NotImplementedError(
-            f"recipe={cfg.recipe!r} does not run on {arch}; it does on {archs}"
-        )
+    arch = backends.current_arch() if arch is None else arch
+    checks.arch(arch)
+    arch = target(arch, cfg.backend)
     _check_names(raw, cfg)
 
     def weights(raw, prefix, lead, hidden, inner, recipe=cfg.recipe):
@@ -170,7 +167,9 @@ def _is_encoded(weight: Array | np.ndarray, fmt: Format) -> bool:
 def _hash_table(raw: Mapping[str, Any], cfg: MoEConfig) -> Array | None:
     if cfg.router.selection != "hash":
         return None
-    table = jnp.asarray(raw["hash_table"])
+    table = raw["hash_table"]
+    if not isinstance(table, Array):  # JAX would wrap int64 to int32 before its range is checked
+        table = np.asarray(table)
     checks.shape("hash_table", table, (None, cfg.router.top_k))
     checks.dtype("hash_table", table, ("int32", "int64"))
     if table.size and not isinstance(table, jax.core.Tracer):
@@ -179,7 +178,7 @@ def _hash_table(raw: Mapping[str, Any], cfg: MoEConfig) -> Array | None:
             raise ValueError(
                 f"hash_table: ids {low}..{high}, must be in [0, {cfg.num_experts}), num_experts"
             )
-    return table.astype(jnp.int32)
+    return jnp.asarray(table, jnp.int32)
 
 
 def _check_names(raw: Mapping[str, Any], cfg: MoEConfig) -> None:
