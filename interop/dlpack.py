@@ -60,7 +60,8 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
 
     Raises:
       TypeError: no tensor, or a dtype that has no counterpart (int64 would become int32).
-      ValueError: memory that cannot be shared as it is; a tensor that requires grad; no CPU or GPU.
+      ValueError: memory that cannot be shared as it is; a tensor that requires grad; no CPU or GPU;
+        a nested tensor.
       RuntimeError: the current stream is being captured into a CUDA graph.
     """
     import torch
@@ -68,14 +69,10 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: {type(tensor).__name__}, must be a torch.Tensor")
     _check_dtype("tensor", str(tensor.dtype).removeprefix("torch."))
-    kind = tensor.device.type
-    if kind not in ALIGNMENT or tensor.layout != torch.strided:
-        raise ValueError(
-            f"tensor: {tensor.layout} on {tensor.device}, must be torch.strided on {[*ALIGNMENT]}"
-        )
+    check_memory("tensor", tensor)
     if tensor.requires_grad:
         raise ValueError("tensor: requires grad, which ends here; pass tensor.detach()")
-    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "tensor: the current stream is being captured into a CUDA graph, which JAX's work"
             " cannot enter; capture what lies before and after it"
@@ -109,7 +106,8 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
         )
     if not isinstance(array, jax.Array):
         raise TypeError(f"array: {type(array).__name__}, must be a jax.Array")
-    _check_dtype("array", jnp.dtype(array.dtype).name)
+    extended = jnp.issubdtype(array.dtype, jax.dtypes.extended)  # of jax.random.key, no numbers
+    _check_dtype("array", str(array.dtype) if extended else jnp.dtype(array.dtype).name)
     if array.is_deleted():
         raise ValueError("array: deleted or donated, must be alive")
     if len(array.devices()) != 1:
@@ -123,6 +121,18 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
         while _dropped and _dropped[0][0].query():
             _dropped.popleft()
     return tensor.clone() if copy else tensor
+
+
+def check_memory(owner: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that is not one block of strided memory on a CPU or GPU."""
+    import torch
+
+    if tensor.is_nested:
+        raise ValueError(f"{owner}: nested, must be one torch.strided tensor, such as each part is")
+    if tensor.device.type not in ALIGNMENT or tensor.layout != torch.strided:
+        raise ValueError(
+            f"{owner}: {tensor.layout} on {tensor.device}, must be torch.strided on {[*ALIGNMENT]}"
+        )
 
 
 def share(tensor: torch.Tensor) -> jax.Array:

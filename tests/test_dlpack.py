@@ -149,6 +149,7 @@ REFUSED = {
     "detach": lambda: torch.zeros(4, requires_grad=True),
     "sparse": lambda: torch.zeros(4, 4).to_sparse(),
     "meta": lambda: torch.zeros(4, device="meta"),
+    "nested": lambda: torch._nested_tensor_from_tensor_list([torch.zeros(3, 4), torch.zeros(2, 4)]),
 }
 
 
@@ -163,6 +164,8 @@ def test_what_is_no_array_is_refused():
         to_torch(np.zeros(4))
     with pytest.raises(TypeError, match="traced"):
         jax.jit(to_torch)(jnp.zeros(4))
+    with pytest.raises(TypeError, match=r"array: dtype key<.*, must be in"):
+        to_torch(jax.random.key(0))
     with pytest.raises(TypeError, match="float4_e2m1fn"):
         to_torch(jnp.zeros(4, jnp.float4_e2m1fn))
     gone = jnp.zeros(4)
