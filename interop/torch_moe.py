@@ -62,9 +62,10 @@ _library = _operator()  # the operator lives as long as this object
 class TorchMoE(torch.nn.Module):
     """`moe_layer` on torch tensors, for inference.
 
-    Its weights are JAX's and in no `state_dict`; keep them with `dgmoe_jax.save(path, module.cfg,
-    module.params)`, or pickle the module. They stay on the device where `params` lie: `.to()` moves
-    nothing, and tokens come on the same device.
+    Its weights are JAX's and in no `state_dict`: `state_dict()` and `save_pretrained()` of a model
+    with such a layer raise NotImplementedError. Save the model before `replace_moe_blocks`, and the
+    layer by `dgmoe_jax.save(path, module.cfg, module.params)` or by pickle. The weights stay on the
+    device where `params` lie: `.to()` moves nothing, and tokens come on the same device.
     """
 
     def __init__(self, cfg: dg.MoEConfig, params: dg.MoEParams):
@@ -82,6 +83,13 @@ class TorchMoE(torch.nn.Module):
     def __reduce__(self):
         return TorchMoE, (self.cfg, self.params)  # a copy or a pickle gets a number of its own
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        raise NotImplementedError(
+            f"state_dict: {prefix.rstrip('.') or 'TorchMoE'} has its weights in JAX, and a checkpoint"
+            " would lack them; save the model before replace_moe_blocks, this layer by"
+            " dgmoe_jax.save(path, module.cfg, module.params)"
+        )
+
     @classmethod
     def from_hf(
         cls,
@@ -96,13 +104,13 @@ class TorchMoE(torch.nn.Module):
 
         Args:
           block: of a model whose `model_type` is in `FAMILIES_READ`: `DeepseekV3MoE`,
-            `Qwen3MoeSparseMoeBlock`, ...; weights in bf16, f16, f32 or block FP8.
+            `Qwen3MoeSparseMoeBlock`, ...; weights in bf16, f32 or block FP8.
           config: the model's; None: the one that the block's experts keep.
           recipe: `cfg.recipe`; None: that of the weights as they are.
           layout, backend: of `cfg`.
 
         Raises:
-          TypeError: no such block.
+          TypeError: no such block; one in f16, whose model's tokens the layer does not take.
           ValueError: weights that the config does not describe; weights on a device that is not
             JAX's kind of device.
           NotImplementedError: another model, or one whose block computes something else.
@@ -117,6 +125,12 @@ class TorchMoE(torch.nn.Module):
                 f"block: {type(block).__name__} of model_type={kind!r}, must be in {FAMILIES_READ}"
             )
         tensors = block.state_dict()
+        half = [name for name, tensor in tensors.items() if tensor.dtype == torch.float16]
+        if half:
+            raise TypeError(
+                f"block: {half[0]} has dtype torch.float16, and tokens must be in {_DTYPES};"
+                " model.to(torch.bfloat16) converts"
+            )
         device = dlpack.jax_device(next(iter(tensors.values())).device)
         if device.platform != jax.default_backend():  # whose kernels and plans the layer is made of
             raise ValueError(
@@ -150,10 +164,11 @@ class TorchMoE(torch.nn.Module):
         input_ids [...]: token ids, any int dtype, for hash selection; otherwise not read.
 
         Raises:
-          TypeError, ValueError: what does not fit the layer.
+          TypeError, ValueError: what does not fit the layer; a tensor without memory (meta).
           NotImplementedError: a gradient is asked for.
           RuntimeError: the current stream is being captured into a CUDA graph.
         """
+        dlpack.check_memory("hidden_states", hidden_states)
         hidden, by_hash = self.cfg.hidden_size, self.cfg.router.selection == "hash"
         if hidden_states.dtype not in _DTYPES:
             raise TypeError(f"hidden_states: dtype {hidden_states.dtype}, must be in {_DTYPES}")
@@ -180,6 +195,7 @@ class TorchMoE(torch.nn.Module):
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `forward` chooses: ids [T, k] int32, weights [T, k] f32 without scaling factor."""
+        dlpack.check_memory("hidden_states", hidden_states)
         x = hidden_states.reshape(-1, self.cfg.hidden_size)
         by_hash = self.cfg.router.selection == "hash"
         ids = input_ids.reshape(-1).to(torch.int32) if by_hash else None
@@ -200,8 +216,10 @@ class TorchMoE(torch.nn.Module):
 def replace_moe_blocks(model: torch.nn.Module, **options: Any) -> list[str]:
     """Puts a `TorchMoE` in the place of every MoE block of a transformers model.
 
-    One at a time, so that a model's weights are there twice for one block only. The model's
-    `router_logits` outputs are gone with the routers that it recorded them from.
+    All or none: every layer is made before the first block goes, so the weights are there twice
+    meanwhile. Where memory is short, `model.set_submodule(name, TorchMoE.from_hf(block))` does one
+    block at a time. The model's `router_logits` outputs are gone with the routers that it recorded
+    them from, and it can no longer be saved (`TorchMoE`).
 
     Args:
       model: changed in place.
@@ -211,14 +229,20 @@ def replace_moe_blocks(model: torch.nn.Module, **options: Any) -> list[str]:
       The names of the modules that were replaced, in the model's order.
 
     Raises:
-      ValueError: a model without MoE blocks. Whatever `from_hf` raises for the first block: the
-        model is then as it was.
+      ValueError: a model without MoE blocks. Whatever `from_hf` raises for a block, with the
+        block's name. The model is then as it was.
     """
     blocks = [name for name, module in model.named_modules() if _is_block(module)]
     if not blocks:
         raise ValueError(f"model: {type(model).__name__} has no MoE block (a module with .experts)")
+    layers = {}
     for name in blocks:
-        model.set_submodule(name, TorchMoE.from_hf(model.get_submodule(name), **options))
+        try:
+            layers[name] = TorchMoE.from_hf(model.get_submodule(name), **options)
+        except (TypeError, ValueError, NotImplementedError) as problem:
+            raise type(problem)(f"{name}: {problem}") from problem
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
     return blocks
 
 

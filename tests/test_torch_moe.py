@@ -295,6 +295,7 @@ def test_what_does_not_fit_is_refused_by_name():
         (x.half(), TypeError, "float16"),
         (x[:, :191], ValueError, r"shape \(33, 191\), must be \(\.\.\., 192\)"),
         (x.clone().requires_grad_(), NotImplementedError, "no derivative"),
+        (x.to("meta"), ValueError, "hidden_states: torch.strided on meta, must be"),
     ):
         with pytest.raises(kind, match=says):
             module(bad)
@@ -312,6 +313,27 @@ def test_what_does_not_fit_is_refused_by_name():
     block = transformers.models.gpt_oss.modeling_gpt_oss.GptOssMLP(config)
     with pytest.raises(NotImplementedError, match=r"model_type='gpt_oss', must be in .*mixtral"):
         TorchMoE.from_hf(block)
+
+
+def test_a_model_of_which_one_block_does_not_fit_is_left_as_it_was():
+    model = make_model("mixtral")
+    before = moe_blocks(model)
+    before[1].experts.down_proj.data = before[1].experts.down_proj.data[:, :, :-1]
+    with pytest.raises(ValueError, match=r"^model\.layers\.1\.mlp: .*down_proj"):
+        replace_moe_blocks(model)
+    assert moe_blocks(model) == before
+    with pytest.raises(TypeError, match=r"^model\.layers\.0\.mlp: .*float16, and .*bfloat16"):
+        replace_moe_blocks(model.half())
+    assert moe_blocks(model) == before
+
+
+def test_a_model_without_its_experts_is_not_saved(tmp_path):
+    model = make_model("mixtral")
+    replace_moe_blocks(model)
+    for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(NotImplementedError, match=r"layers\.0\.mlp.*before replace_moe_blocks"):
+            save()
+    assert not [*tmp_path.glob("*.safetensors")]
 
 
 def test_a_hash_router_needs_token_ids():
