@@ -31,8 +31,8 @@ app = typer.Typer(help=dg.__doc__, no_args_is_help=True, add_completion=False)
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
-def _help(text: str) -> Any:
-    return typer.Option(help=text, show_default=False)
+def _help(text: str, **limits: int) -> Any:
+    return typer.Option(help=text, show_default=False, **limits)
 
 
 @app.command()
@@ -68,7 +68,8 @@ def token_counts(text: str) -> list[int]:
     counts = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
+        numbers = first.isdecimal() and (last or first).isdecimal()
+        if not numbers or int(last or first) < int(first):
             raise typer.BadParameter(f"{part!r}: a number such as 16, or a range such as 1-128")
         counts += range(int(first), int(last or first) + 1)
     return counts
@@ -114,11 +115,11 @@ def parity(
     *,
     model: Annotated[str, _help("deepseek_v3, deepseek_v4_hash, qwen3_moe, mixtral, ...")],
     against: Annotated[str, _help("Of transformers, torch, sglang.")] = "transformers,torch",
-    tokens: Annotated[int, _help("Number of tokens.")] = 64,
-    experts: Annotated[int, _help("Number of routed experts.")] = 16,
-    hidden: Annotated[int, _help("Hidden size.")] = 256,
-    intermediate: Annotated[int, _help("Intermediate size of an expert.")] = 128,
-    top_k: Annotated[int, _help("Experts a token.")] = 4,
+    tokens: Annotated[int, _help("Number of tokens.", min=1)] = 64,
+    experts: Annotated[int, _help("Number of routed experts.", min=1)] = 16,
+    hidden: Annotated[int, _help("Hidden size.", min=1)] = 256,
+    intermediate: Annotated[int, _help("Intermediate size of an expert.", min=1)] = 128,
+    top_k: Annotated[int, _help("Experts a token.", min=1)] = 4,
     recipe: str = "bf16",
     layout: str = "auto",
     backend: str = "auto",
@@ -138,7 +139,7 @@ def parity(
         raise typer.Exit(2) from None
     try:
         for side in sides:
-            reason = harness.unavailable(side, recipe)
+            reason = harness.unavailable(side, recipe, layout=layout, backend=backend)
             if reason:
                 raise NotImplementedError(f"against={side!r}: {reason}")
         case = harness.make_case(

@@ -37,7 +37,10 @@ def examine() -> dict[str, Any]:
     machine |= {name: _version(name) for name in PACKAGES}
     compiler = _output(os.environ.get("CXX", "c++").split()[0], "--version")
     nvcc = _output(os.environ.get("DG_JIT_NVCC_COMPILER") or _nvcc(), "--version")
-    machine |= {"C++ compiler": compiler and compiler[0], "nvcc": nvcc and nvcc[-2]}
+    machine |= {
+        "C++ compiler": compiler and compiler[0],
+        "nvcc": nvcc and next((line for line in nvcc if "release" in line), nvcc[0]),
+    }
     machine["caches"] = "; ".join(
         f"{path}, {kernel_cache.size_bytes(path) / 1e6:.1f} MB"
         for path in kernel_cache.directories()

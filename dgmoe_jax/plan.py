@@ -13,8 +13,8 @@ from dgmoe_jax.recipes import READS, RUNS_ON, TILE, Recipe, padded, target
 
 PALLAS_TO_ROWS, PALLAS_TO_HIDDEN = 96, 4096
 """Where `backend="auto"` takes our grouped GEMM on an H200: up to so many rows expected per expert,
-and at any number of rows up to this hidden size, where w13's activation, which we fuse, takes a
-larger share of the time.
+and in FP8 at any number of rows up to this hidden size, where w13's activation, which we fuse,
+takes a larger share of the time.
 
 bench/layer.jsonl, FP8, us, ours and DeepGEMM's: with H 7168, 2833 and 3079 at 32 rows an expert,
 4727 and 4472 at 128, 897 and 889 at 256, 13518 and 13470 at 512; with H 2048, 259 and 286 at 64
@@ -269,7 +269,7 @@ def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tu
         return "xla", f"'xla' runs everywhere and {arch} is no sm90 GPU"
     if expected_rows <= PALLAS_TO_ROWS:
         return "pallas", "our grouped GEMM is expected fastest with so few rows per expert"
-    if cfg.hidden_size <= PALLAS_TO_HIDDEN:
+    if cfg.hidden_size <= PALLAS_TO_HIDDEN and cfg.recipe != "bf16":
         return "pallas", "our grouped GEMM is expected fastest with rows this narrow"
     missing = backends.deep_gemm_unavailable() if asked else None
     if missing:

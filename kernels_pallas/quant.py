@@ -80,7 +80,7 @@ def quant(
     """x [M, K] bf16 -> values [M, K] float8_e4m3fn, scales f32 or int32 as `Rule` says, one slab.
 
     Per row and group: scale = max(amax, 1e-10) / 448, with `ue8m0` rounded up to a power of two
-    (exponent 1..254); value = x / scale, IEEE division, clamped, rounded to nearest even. Inf or
+    (exponent 1..254); value = x / scale, IEEE division, rounded to nearest even. Inf or
     NaN in a group leaves NaN in its values, and exponent 255, UE8M0's NaN, in its packed scale.
 
     Raises ValueError for K that is no multiple of 128, and what `rule_of` does.
