@@ -28,6 +28,7 @@ from dgmoe_jax.interop.torch_moe import TorchMoE
 from torch.overrides import TorchFunctionMode
 
 import dgmoe_jax as dg
+from dgmoe_jax import doctor
 from dgmoe_jax.plan import Plan, dense
 from dgmoe_jax.recipes import padded, run_of
 from dgmoe_jax.steps import experts, permute, unpermute
@@ -100,14 +101,21 @@ class Line:
         return asdict(self) | {"ok": self.ok}
 
 
-def unavailable(name: str, recipe: str) -> str | None:
-    """Why there is nothing to compare with under this name here, or None."""
+def unavailable(
+    name: str, recipe: str, *, layout: str = "auto", backend: str = "auto"
+) -> str | None:
+    """Why there is nothing to compare with under this name here, or None.
+
+    Raises ValueError for a layout or backend that there is not.
+    """
     if name not in AGAINST:
         return f"must be in {AGAINST}"
-    if name != "sglang":
-        return None
-    if recipe != "fp8_block":
-        return f"recipe={recipe!r}: its kernels are compared in 'fp8_block'"
+    recipes = ("fp8_block",) if name == "sglang" else tuple(OWN_CHAIN)
+    if recipe not in recipes:
+        return f"recipe={recipe!r}: must be in {recipes}"
+    why_not = doctor.why_not(recipe, backend, layout)
+    if why_not or name != "sglang":
+        return why_not
     if jax.default_backend() != "gpu":
         return f"needs a GPU; JAX runs on {jax.default_backend()}"
     return sglang.unavailable()
@@ -385,8 +393,6 @@ def _expert(
 def by_torch(case: Case, mine: dict[str, torch.Tensor]) -> Stages:
     cfg, params, x = case.layer.cfg, case.layer.params, case.x
     fp8, router = cfg.recipe == "fp8_block", cfg.router
-    if not fp8 and cfg.recipe != "bf16":
-        raise NotImplementedError(f"recipe={cfg.recipe!r}: 'bf16' and 'fp8_block' are compared")
     hidden, inner = cfg.hidden_size, cfg.intermediate_size
     ids, weights = _choose(case)
     yield "router ids", ids, 0.0

@@ -135,6 +135,15 @@ def test_a_difference_is_exit_code_1_and_no_comparison_2(monkeypatch):
         (("--model", "mixtral", "--against", "vllm"), "against='vllm': must be in"),
         (("--model", "mixtral", "--against", "sglang"), "recipe='bf16'"),
         (("--model", "mixtral", "--recipe", "fp4"), "recipe='fp4'"),
+        (("--model", "mixtral", "--recipe", "mxfp8"), "recipe='mxfp8': must be in ('bf16', "),
+        (
+            ("--model", "mixtral", "--recipe", "mxfp4", "--against", "transformers"),
+            "recipe='mxfp4': must be in ('bf16', ",
+        ),
+        (("--model", "mixtral", "--layout", "flat"), "layout='flat': must be in"),
+        (("--model", "mixtral", "--tokens", 0), "--tokens"),
+        (("--model", "mixtral", "--experts", -1), "--experts"),
+        (("--model", "mixtral", "--hidden", 0), "--hidden"),
         (("--model", "mixtral", "--top-k", 9, "--experts", 8), "top_k=9"),
     ):
         done = cli(*options)
@@ -142,7 +151,10 @@ def test_a_difference_is_exit_code_1_and_no_comparison_2(monkeypatch):
 
 
 @pytest.mark.skipif(ON_GPU, reason="of what a CPU lacks")
-def test_sglang_is_refused_with_the_reason_on_a_cpu():
+def test_what_needs_a_gpu_is_refused_with_the_reason_on_a_cpu():
+    for backend in ("pallas", "deep_gemm"):
+        done = cli("--model", "mixtral", "--recipe", "fp8_block", "--backend", backend)
+        assert done.exit_code == 2 and f"{backend!r} needs an NVIDIA GPU" in done.stderr
     done = cli("--model", "mixtral", "--recipe", "fp8_block", "--against", "sglang")
     assert done.exit_code == 2 and "needs a GPU" in done.stderr
 
