@@ -85,7 +85,7 @@ class TorchMoE(torch.nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         raise NotImplementedError(
-            f"state_dict: {prefix.rstrip('.') or 'TorchMoE'} has its weights in JAX, and a checkpoint"
+            f"state_dict: {prefix.rstrip('.') or 'TorchMoE'} has its weights in JAX, a checkpoint"
             " would lack them; save the model before replace_moe_blocks, this layer by"
             " dgmoe_jax.save(path, module.cfg, module.params)"
         )
@@ -282,10 +282,6 @@ def _route(x, params, token_ids, *, cfg):
 def _layer(x, params, token_ids, *, cfg):
     if x.dtype == jnp.bfloat16:
         return dg.moe_layer(x, params, cfg, token_ids=token_ids)
-    if cfg.router.fused_shared_experts and params.shared_gate_weight is not None:
-        raise NotImplementedError(
-            "hidden_states: f32 with fused shared experts that have a gate; bf16 runs"
-        )
     distinct = cfg.router.selection == "scores"
     plan = dg.plan(cfg, x.shape[0], top_k=cfg.router.num_slots, distinct_ids=distinct)
     routing = _logits_and_routing(x, params, token_ids, cfg, plan.backend)

@@ -244,6 +244,17 @@ def test_f32_tokens_are_routed_as_they_are():
     assert error(module(x).cpu(), y) < 1e-3
 
 
+def test_f32_tokens_keep_the_gate_of_fused_shared_experts():
+    router = dg.RouterConfig(top_k=2, fused_shared_experts=1)
+    module, layer = make_module(shared=1, router=router)
+    x = given(dtype=torch.float32)
+    without = module(x)
+    raw = {**layer.raw, "shared_gate_weight": tokens(1, 192)}
+    module = TorchMoE(layer.cfg, dg.prepare_params(raw, layer.cfg))
+    assert error(module(x).cpu(), module(x.bfloat16()).float().cpu()) < 1e-3
+    assert error(module(x).cpu(), without.cpu()) > 0.1  # the gate matters
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_it_is_one_operator_and_no_graph_break(backend):
     module, _ = make_module()
