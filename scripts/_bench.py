@@ -68,8 +68,8 @@ def programs_queued(num_tokens: int) -> int:
     """Programs of several layers that are timed in a row, of ours and of the controls alike: as
     many as hide what a program's start costs the host.
 
-    The longer a GPU works without a pause, the lower its clocks: on an H200 one layer (E 32, H
-    7168, I 2048, 1024 tokens) of SGLang's took 798 us in rows of 4 layers and 897 in rows of 32.
+    As many, too, because longer rows are slower ones: on an H200 one layer of SGLang's (E 32, H
+    7168, I 2048, 1024 tokens) took 798 us in rows of 4 layers and 897 in rows of 32.
     """
     return 2 if num_tokens <= 64 else 16 if num_tokens <= 4096 else 4
 
