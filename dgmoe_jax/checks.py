@@ -101,21 +101,20 @@ def params(params, cfg) -> None:
     if params.shared_gate_weight is not None:
         shape("params.shared_gate_weight", params.shared_gate_weight, (1, cfg.hidden_size))
     cfg = cfg.as_grouped()
-    blocks = [("experts", params.experts, cfg.num_experts, cfg.intermediate_size)]
+    blocks = [("experts", params.experts, cfg.num_experts, cfg.intermediate_size, fmt)]
     if (params.shared is None) != (cfg.num_shared_experts == 0):
         given = "missing" if params.shared is None else "given"
         raise ValueError(
             f"params.shared: {given}, with num_shared_experts={cfg.num_shared_experts}"
         )
     if params.shared is not None:
-        blocks.append(("shared", params.shared, 1, cfg.num_shared_experts * cfg.intermediate_size))
-    for name, block, num_experts, inner in blocks:
+        inner, own = cfg.num_shared_experts * cfg.intermediate_size, params.shared.w13.format
+        beside = cfg.recipe in BESIDE and run_of(BESIDE[cfg.recipe], own)
+        blocks.append(("shared", params.shared, 1, inner, own if beside else fmt))
+    for name, block, num_experts, inner, fmt in blocks:
         size = {"w13": (2 * padded(inner), hidden), "w2": (hidden, padded(inner))}
         for operand, (n, k) in size.items():
             weight, where = getattr(block, operand), f"params.{name}.{operand}"
-            beside = name == "shared" and cfg.recipe in BESIDE
-            if beside and run_of(BESIDE[cfg.recipe], weight.format):
-                fmt = weight.format
             if weight.format != fmt:
                 raise ValueError(
                     f"{where}: format {weight.format.name!r}, must be {fmt.name!r} for"

@@ -11,7 +11,7 @@ from jax import Array, lax
 from dgmoe_jax.interop.scales import pack_ue8m0
 from dgmoe_jax.recipes import Format, format_named
 from dgmoe_jax.types import Scaled
-from dgmoe_jax.xla import decode, divide, scale_of, spread
+from dgmoe_jax.xla import decode, divide, largest, scale_of, spread
 
 
 def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scaled:
@@ -38,7 +38,7 @@ def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scal
     if x.ndim < (1 if fmt.group[0] == 1 else 2) or x.shape[-1] % fmt.packed:
         raise ValueError(f"x: shape {x.shape} does not fit {fmt.name}")
     x = x.astype(jnp.float32)
-    scales = scale_of(_amax(jnp.abs(x), fmt.group), fmt.peak, fmt.ue8m0)
+    scales = scale_of(_amax(x, fmt.group), fmt.peak, fmt.ue8m0)
     values = jnp.clip(divide(x, spread(scales, fmt.group, x.shape)), -fmt.peak, fmt.peak)
     scales = stored(scales, fmt, x.shape[-2] if x.ndim > 1 else 1)
     if fmt.packed == 2:
@@ -62,16 +62,13 @@ def stored(scales: Array, fmt: Format, n: int) -> Array:
     return pack_ue8m0(jnp.repeat(scales, rows, axis=-2)[..., :n, :] if rows > 1 else scales)
 
 
-def _amax(magnitude: Array, group: tuple[int, int]) -> Array:
+def _amax(x: Array, group: tuple[int, int]) -> Array:
     rows, columns = group
-    tail = [(0, 0)] * magnitude.ndim
-    tail[-1] = (0, -magnitude.shape[-1] % columns)
+    tail = [(0, 0)] * x.ndim
+    tail[-1] = (0, -x.shape[-1] % columns)
     if rows > 1:
-        tail[-2] = (0, -magnitude.shape[-2] % rows)
-    magnitude = jnp.pad(magnitude, tail)
-    *lead, n, k = (1, *magnitude.shape) if magnitude.ndim == 1 else magnitude.shape
-    blocks = magnitude.reshape(*lead, n // rows, rows, k // columns, columns)
-    # By its bits: a maximum of floats may drop a NaN.
-    bits = lax.bitcast_convert_type(blocks, jnp.int32).max(axis=(-3, -1))
-    blocks = lax.bitcast_convert_type(bits, jnp.float32)
-    return blocks[0] if magnitude.ndim == 1 else blocks
+        tail[-2] = (0, -x.shape[-2] % rows)
+    x = jnp.pad(x, tail)
+    *lead, n, k = (1, *x.shape) if x.ndim == 1 else x.shape
+    blocks = largest(x.reshape(*lead, n // rows, rows, k // columns, columns), (-3, -1))
+    return blocks[0] if x.ndim == 1 else blocks

@@ -196,10 +196,7 @@ def quant(
     if packed and not ue8m0:
         raise ValueError("packed=True, ue8m0=False; only powers of two have exponents to be packed")
     groups = x.astype(F32).reshape(x.shape[0], x.shape[1] // group, group)
-    # The largest magnitude by its bits: a maximum of floats may drop a NaN.
-    bits = lax.bitcast_convert_type(groups, jnp.int32) & 0x7FFFFFFF
-    amax = lax.bitcast_convert_type(jnp.max(bits, axis=-1), F32)
-    scales = scale_of(amax, 448.0, ue8m0)
+    scales = scale_of(largest(groups, -1), 448.0, ue8m0)
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
     values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
@@ -272,6 +269,13 @@ def divide(x: Array, y: Array) -> Array:
     rounded: there the last bit may differ from the kernels', which are.
     """
     return x / lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
+
+
+def largest(x: Array, axis: int | tuple[int, ...]) -> Array:
+    """The largest magnitude of f32, NaN if there is one: found by its bits, since a maximum of
+    floats may drop a NaN."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axis), F32)
 
 
 def scale_of(amax: Array, peak: float, ue8m0: bool) -> Array:

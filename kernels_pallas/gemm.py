@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from . import grouped_gemm, grouped_gemm_wide
 from ._common import BF16, F32, FP8, I32
 from .act_quant import ACTIVATIONS
-from .grouped_gemm import GROUP, Fused
-from .quant import Rule, rule_of
+from .grouped_gemm import Fused
+from .quant import GROUP, Rule, rule_of
 
 ALIGNMENTS = (8, 16, 32, 64, 128)
 LARGEST_TILE = 256

@@ -24,9 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ._common import _PARAMS, BF16, F32, I32, Registers, as_bf16, interpreter, spread_rows
 from .act_quant import ACTIVATIONS
-from .quant import Rule, quantize_tile, quantized_type
-
-GROUP = 128  # values that share a scale: along K in a, along N and K in b
+from .quant import GROUP, Rule, quantize_tile, quantized_type
 
 _ROW_BYTES = 128  # of K in a stage: the widest swizzle, 64 bf16 or 128 FP8 values
 _WGMMA_ROWS = 64
@@ -121,13 +119,7 @@ def grouped(
     if m == 0 or tiles.shape[1] == 0:
         return _outputs([jnp.zeros(t.shape, t.dtype) for t in out_types], m, out_columns)
     scaled, most = a_scales is not None, config.widths[-1]
-    # What copies read past the end is zeros on a GPU, as long as no copy is larger than the array.
-    a = _pad_to(a, 0, m + most if interpret else most)
-    operands = (a, b, tiles)
-    if scaled:
-        copied = _scale_rows(most)
-        a_scales = _pad_to(a_scales, 1, a_scales.shape[1] + copied if interpret else copied)
-        operands += (a_scales, b_scales)
+    operands = _operands(a, a_scales, b, b_scales, tiles, most, interpret)
 
     depth, slab_rows = _ROW_BYTES // a.dtype.itemsize, m // slabs
     k_steps, halves = k // depth, columns // (_WARPGROUPS * _WGMMA_ROWS)
@@ -466,6 +458,17 @@ def output_types(
 
 def _outputs(out, *shape: int) -> tuple[Array, ...]:
     return (out[0].reshape(shape), *out[1:])
+
+
+def _operands(a, a_scales, b, b_scales, tiles, rows: int, interpret: bool) -> tuple[Array, ...]:
+    """In the kernels' order, padded for copies of `rows` rows: what these read past the end is
+    zeros on a GPU, as long as no copy is larger than the array."""
+    operands = _pad_to(a, 0, a.shape[0] + rows if interpret else rows), b, tiles
+    if a_scales is None:
+        return operands
+    copied = _scale_rows(rows)
+    a_scales = _pad_to(a_scales, 1, a_scales.shape[1] + copied if interpret else copied)
+    return *operands, a_scales, b_scales
 
 
 def _pad_to(x: Array, axis: int, size: int) -> Array:

@@ -35,15 +35,14 @@ from .grouped_gemm import (
     _SMS,
     _WARPGROUPS,
     _WGMMA_ROWS,
-    GROUP,
     Fused,
     _freed,
+    _operands,
     _outputs,
-    _pad_to,
     _swizzled,
     output_types,
 )
-from .quant import quantize_tile
+from .quant import GROUP, quantize_tile
 
 ROWS, COLUMNS = 128, 2 * GROUP  # of a tile
 _CHUNK = 64  # columns of an output that are laid out in shared memory at a time
@@ -84,12 +83,7 @@ def grouped(
     if m == 0 or tiles.shape[1] == 0:
         return _outputs([jnp.zeros(t.shape, t.dtype) for t in out_types], m, out_columns)
     scaled = a_scales is not None
-    # What copies read past the end is zeros on a GPU, as long as no copy is larger than the array.
-    a = _pad_to(a, 0, m + ROWS if interpret else ROWS)
-    operands = (a, b, tiles)
-    if scaled:
-        a_scales = _pad_to(a_scales, 1, a_scales.shape[1] + ROWS if interpret else ROWS)
-        operands += (a_scales, b_scales)
+    operands = _operands(a, a_scales, b, b_scales, tiles, ROWS, interpret)
 
     depth, slab_rows = _ROW_BYTES // a.dtype.itemsize, m // slabs
     k_steps, cluster = k // depth, config.cluster

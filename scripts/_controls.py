@@ -21,6 +21,7 @@ from dgmoe_jax.interop import sglang as sglang_runner
 
 import dgmoe_jax as dg
 from dgmoe_jax import layouts
+from dgmoe_jax.plan import tiling
 
 TOLERANCE = 0.02
 """Largest relative difference from the layer at which SGLang's flow is timed: it rounds the
@@ -215,7 +216,7 @@ def gemms(cfg: dg.MoEConfig, params: dg.MoEParams, work: Work) -> dict:
 def gemm_layouts(expected_rows: float) -> list[str]:
     """Masked, and contiguous at DeepGEMM's own alignment of 128 and at the one that was measured
     faster with so few rows per expert."""
-    alignment = 32 if expected_rows < 16 else 64 if expected_rows < 64 else 128
+    alignment, _, _ = tiling(expected_rows, "deep_gemm", "fp8_block")
     return ["masked", *(f"contiguous {a}" for a in sorted({alignment, 128}))]
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dgmoe_jax import backends, layouts
+from dgmoe_jax.plan import tiling
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
     yield Case("route valid map shared", (logits, bias), mapped, moved, tolerance=1e-5)
 
     expected = tokens * top_k / experts
-    alignment = tile = 32 if expected < 16 else 64 if expected < 64 else 128
+    alignment, tile, _ = tiling(expected, "deep_gemm", "fp8_block")
     capacity = layouts.masked_capacity(tokens, top_k, tile, distinct_ids=True)
     shared = dict(num_experts=experts, alignment=alignment, tile=tile)
     masked = dict(rows=experts * capacity, capacity=capacity, with_m_indices=False)

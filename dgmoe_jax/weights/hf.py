@@ -145,7 +145,7 @@ def read_hf(
 
 
 def _check_ids(where: str, table: np.ndarray, num_experts: int) -> None:
-    # Before JAX makes them int32, where an id far out of range could wrap into it.
+    # As prepare_params does, which does not know the file.
     if table.size and (table.min() < 0 or table.max() >= num_experts):
         raise ValueError(
             f"{where}: ids {table.min()}..{table.max()}, expected ids in [0, {num_experts})"
