@@ -60,8 +60,10 @@ ON_OUR_BYTES = 2.0**-9
 """Relative error of one step on the same input. Both round a sum to bf16, and differ where it lies
 between two of them; an FP8 value falls on its neighbour where an exponential is an ulp off."""
 
-SGLANG_OUTPUT = 2.0**-8
-"""Of SGLang's whole flow: an ulp of bf16, since it adds a token's experts in another order."""
+SGLANG_BYTES, SGLANG_OUTPUT = 2.0**-8, 2.0**-7
+"""Relative errors beside SGLang's quantisation and its whole flow. nvcc's --use_fast_math makes its
+scales amax times a rounded 1 / 448, up to an ulp from ours, which are divided correctly, and one in
+a thousand FP8 values the neighbour of ours (0.26 % together, measured on an H200)."""
 
 VOCABULARY = 1000
 
@@ -488,16 +490,18 @@ def by_sglang(case: Case, mine: dict[str, torch.Tensor]) -> Stages:
     ]
     slots = lambda a: a[:, None].expand(-1, top_k, *a.shape[1:])  # noqa: E731
     values, scales = sglang_per_token_group_quant_fp8(x, 128)
-    yield "rows", slots(values), 0.0
-    yield "rows: scales", slots(scales), 0.0
+    yield "rows", slots(_decode(values, scales)), SGLANG_BYTES
+    yield "rows: scales", slots(scales), ROUNDING
     product = functools.partial(sglang.grouped_gemm, ids=ids, layout=layout)
     yield "gate and up", product(mine["rows"], mine["rows: scales"], both[0]), 0.0
     gateup = mine["gate and up"].flatten(0, 1)
     kept = gateup.new_empty(len(gateup), gateup.shape[1] // 2)
     silu_and_mul(gateup, kept)
     values, scales = sglang_per_token_group_quant_fp8(kept, 128)
-    yield "activation: scales", scales.unflatten(0, (-1, top_k)), 0.0
-    yield "activation", values.unflatten(0, (-1, top_k)), 0.0
+    # As numbers, since SGLang divides with nvcc's fast arithmetic.
+    kept = _decode(values, scales).unflatten(0, (-1, top_k))
+    yield "activation: scales", scales.unflatten(0, (-1, top_k)), ON_OUR_BYTES
+    yield "activation", kept, SGLANG_BYTES
     yield "down", product(mine["activation"], mine["activation: scales"], both[1]), 0.0
     whole = sglang.layer(*both, x, top_k, layout)
     weights = mine["router weights"] * cfg.router.scaling_factor

@@ -242,7 +242,8 @@ class Registers:
 
 def as_bf16(x: Array) -> Array:
     """f32 rounded to bf16, in f32. Without the barrier XLA may drop the rounding, and LLVM rounds
-    values one by one, each in four times the time."""
+    values one by one, each in four times the time. For layouts of at most two values in a register,
+    as WGMMA's: with more, jax 0.10.2's and 0.11.2's barrier gives them back in another order."""
     return lax.optimization_barrier(x.astype(BF16)).astype(F32)
 
 

@@ -204,7 +204,7 @@ def test_rows_for_deep_gemm_lie_as_it_reads_them(layout, monkeypatch):
 @pytest.mark.skipif(not ON_GPU, reason="SGLang's kernels need a GPU")
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_moe"])
-def test_sglangs_kernels_give_the_same_bits(model, layout):
+def test_sglangs_gemms_give_the_same_bits_and_the_rest_but_for_its_fast_division(model, layout):
     reason = parity.unavailable("sglang", "fp8_block")
     if reason:
         pytest.skip(reason)
@@ -219,8 +219,21 @@ def test_sglangs_kernels_give_the_same_bits(model, layout):
         layout=layout,
         keep_fp32=False,
     )
-    assert [line for line in parity.compare(case, "sglang") if not line.ok] == []
+    lines = {line.stage: line for line in parity.compare(case, "sglang")}
+    assert [line for line in lines.values() if not line.ok] == []
+    assert lines["gate and up"].differing == lines["down"].differing == 0
     jax.block_until_ready(case.layer.params)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="SGLang's kernels need a GPU")
+def test_sglangs_scales_are_multiplied_by_a_rounded_inverse():
+    if reason := parity.unavailable("sglang", "fp8_block"):
+        pytest.skip(reason)
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+    x = torch.randn(512, 1024, device="cuda").bfloat16()
+    amax = x.float().unflatten(1, (-1, 128)).abs().amax(-1)
+    assert torch.equal(sglang_per_token_group_quant_fp8(x, 128)[1], amax * np.float32(1 / 448))
 
 
 def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch):
