@@ -2,10 +2,12 @@
 
 from dgmoe_jax.config import MoEConfig, OAISwiGLU, RouterConfig, SiLU, SiTU
 from dgmoe_jax.layer import moe_layer
+from dgmoe_jax.parallel import Parallel
 from dgmoe_jax.plan import Plan, plan
 from dgmoe_jax.quantize import dequantize, quantize
 from dgmoe_jax.routing import expert_counts, route
-from dgmoe_jax.types import ExpertWeights, MoEParams, Routing, Scaled
+from dgmoe_jax.sharding import shard_params, sharded_moe_layer
+from dgmoe_jax.types import ExpertWeights, MoEParams, Routing, Scaled, Stats
 from dgmoe_jax.warmup import WarmupReport, assert_warm, warmup
 from dgmoe_jax.weights.hf import load_hf
 from dgmoe_jax.weights.prepare import prepare_params
@@ -18,12 +20,14 @@ __all__ = [
     "MoEConfig",
     "MoEParams",
     "OAISwiGLU",
+    "Parallel",
     "Plan",
     "RouterConfig",
     "Routing",
     "Scaled",
     "SiLU",
     "SiTU",
+    "Stats",
     "WarmupReport",
     "assert_warm",
     "dequantize",
@@ -36,5 +40,7 @@ __all__ = [
     "quantize",
     "route",
     "save",
+    "shard_params",
+    "sharded_moe_layer",
     "warmup",
 ]

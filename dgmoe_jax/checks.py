@@ -86,8 +86,9 @@ def arch(arch) -> None:
         raise ValueError(f"arch={arch!r}: must be 'cpu', 'gpu' or 'sm90', 'sm100', ...")
 
 
-def params(params, cfg) -> None:
-    """`params` were prepared for `cfg`: the same padded sizes, recipe and shared experts."""
+def params(params, cfg, part=None) -> None:
+    """`params` were prepared for `cfg`: the same padded sizes, recipe and shared experts. `part`
+    (`parallel.Share`): they are one rank's."""
     hidden, fmt = padded(cfg.hidden_size), params.experts.w13.format
     if run_of(cfg.recipe, fmt) is None:
         known = sorted({run.operands.weights.name for run in RUNS_ON[cfg.recipe].values()})
@@ -101,18 +102,22 @@ def params(params, cfg) -> None:
     if params.shared_gate_weight is not None:
         shape("params.shared_gate_weight", params.shared_gate_weight, (1, cfg.hidden_size))
     cfg = cfg.as_grouped()
-    blocks = [("experts", params.experts, cfg.num_experts, cfg.intermediate_size, fmt)]
     if (params.shared is None) != (cfg.num_shared_experts == 0):
         given = "missing" if params.shared is None else "given"
         raise ValueError(
             f"params.shared: {given}, with num_shared_experts={cfg.num_shared_experts}"
         )
+    num_experts, inner = cfg.num_experts, padded(cfg.intermediate_size)
+    shared_inner = padded(cfg.num_shared_experts * cfg.intermediate_size)
+    if part is not None:
+        num_experts, inner, shared_inner = part.experts, part.inner, part.shared_inner
+    blocks = [("experts", params.experts, num_experts, inner, fmt)]
     if params.shared is not None:
-        inner, own = cfg.num_shared_experts * cfg.intermediate_size, params.shared.w13.format
+        own = params.shared.w13.format
         beside = cfg.recipe in BESIDE and run_of(BESIDE[cfg.recipe], own)
-        blocks.append(("shared", params.shared, 1, inner, own if beside else fmt))
+        blocks.append(("shared", params.shared, 1, shared_inner, own if beside else fmt))
     for name, block, num_experts, inner, fmt in blocks:
-        size = {"w13": (2 * padded(inner), hidden), "w2": (hidden, padded(inner))}
+        size = {"w13": (2 * inner, hidden), "w2": (hidden, inner)}
         for operand, (n, k) in size.items():
             weight, where = getattr(block, operand), f"params.{name}.{operand}"
             if weight.format != fmt:
@@ -142,16 +147,15 @@ def readable(params, cfg, backend: str) -> None:
         )
 
 
-def plan(plan, num_experts: int, num_tokens: int, top_k: int, distinct: bool) -> None:
-    """`plan` holds every routing of this call, whose ids are `distinct` or promised to be: fewer
-    rows would be written past their end."""
+def plan(plan, num_experts: int, most, distinct: bool) -> None:
+    """`plan` holds every routing of this call, of `most` (`plan.Load`): fewer rows would be written
+    past their end. `distinct`: no token can name an expert twice."""
     if plan.layout == "contiguous":
-        least = layouts.contiguous_rows(num_tokens * top_k, num_experts, plan.alignment)
+        least = layouts.contiguous_rows(most.assignments, num_experts, plan.alignment)
         if plan.rows < least:
             raise ValueError(f"plan.rows={plan.rows}: must be at least {least} for this call")
         return
-    distinct = distinct or plan.distinct_ids
-    least = num_tokens * (1 if distinct else top_k)
+    least = most.per_expert
     if plan.capacity < least:
         unless = "" if distinct else ", or distinct_ids=True promised to plan()"
         raise ValueError(

@@ -23,15 +23,6 @@ def contiguous_rows(num_assignments: int, num_experts: int, alignment: int) -> i
     return alignment * num_tiles(num_assignments, num_experts, alignment)
 
 
-def masked_capacity(num_tokens: int, top_k: int, multiple: int, *, distinct_ids: bool) -> int:
-    """Rows that no expert can exceed, rounded up to `multiple`.
-
-    A token whose ids are distinct puts one row into an expert at most, else up to `top_k`.
-    """
-    most = num_tokens * (1 if distinct_ids else top_k)
-    return -(-most // multiple) * multiple
-
-
 def num_tiles(num_assignments: int, num_experts: int, tile: int) -> int:
     """Tiles of `tile` rows, each of one expert, that no routing can exceed."""
     nonempty = min(num_assignments, num_experts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import warnings
@@ -91,6 +92,41 @@ class Plan:
         return self.rows // self.capacity if self.layout == "masked" and self.capacity else 1
 
 
+@dataclass(frozen=True)
+class Load:
+    """What the experts of one rank may get from one call.
+
+    expected: rows of an expert, on average over all routings; assignments: (token, slot) pairs at
+    most; per_expert: rows of one expert at most; shared_tokens: that the shared experts see.
+    """
+
+    expected: float
+    assignments: int
+    per_expert: int
+    shared_tokens: int
+
+
+def load(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    experts: int,
+    *,
+    distinct: bool,
+    received: tuple[int, int] | None = None,
+    shared_tokens: int | None = None,
+) -> Load:
+    """Of `num_tokens` tokens, `top_k` slots each, for `num_experts` experts, of which this rank has
+    `experts` and gets `received` (rows, slots of each) at most."""
+    rows, slots = received or (num_tokens, top_k)
+    return Load(
+        expected=num_tokens * top_k / num_experts,
+        assignments=rows * (min(slots, experts) if distinct else slots),
+        per_expert=min(rows, num_tokens) * (1 if distinct else top_k),
+        shared_tokens=num_tokens if shared_tokens is None else shared_tokens,
+    )
+
+
 def plan(
     cfg: MoEConfig,
     num_tokens: int,
@@ -98,6 +134,7 @@ def plan(
     arch: str | None = None,
     free_bytes: int | None = None,
     ep_size: int = 1,
+    tp_size: int = 1,
     top_k: int | None = None,
     distinct_ids: bool | None = None,
     masked_fraction: float = 0.25,
@@ -112,6 +149,9 @@ def plan(
     routing names no expert twice in a row: else it needs slabs `top_k` times as large (None: those
     of the layer's own router, whose choice by scores is distinct).
 
+    With `ep_size` and `tp_size` the plan is one rank's, whose experts may get rows of all
+    `num_tokens` tokens that these ranks have together.
+
     Raises:
       ValueError: a negative `num_tokens`, or one whose rows overflow int32 indices.
       MemoryError: the workspace exceeds `free_bytes`.
@@ -120,30 +160,59 @@ def plan(
     cfg = cfg.as_grouped()
     num_tokens = _count("num_tokens", num_tokens, 0)
     top_k = _count("top_k", cfg.router.top_k if top_k is None else top_k, 1)
-    if ep_size != 1:
-        raise NotImplementedError(f"ep_size={ep_size}: only one device (ep_size=1) runs so far")
+    ep_size, tp_size = _count("ep_size", ep_size, 1), _count("tp_size", tp_size, 1)
+    if distinct_ids not in (None, True, False):
+        raise TypeError(f"distinct_ids={distinct_ids!r}: must be a bool or None")
+    # A hash table may name an expert twice.
+    distinct = cfg.router.selection == "scores" if distinct_ids is None else distinct_ids
+    experts = -(-cfg.num_experts // ep_size)
+    most = load(num_tokens, top_k, cfg.num_experts, experts, distinct=distinct)
+    return decide(
+        cfg,
+        num_tokens,
+        most,
+        experts=experts,
+        inner=-(-cfg.intermediate_size // tp_size),
+        arch=arch,
+        free_bytes=free_bytes,
+        distinct_ids=distinct_ids is True,
+        masked_fraction=masked_fraction,
+    )
+
+
+def decide(
+    cfg: MoEConfig,
+    num_tokens: int,
+    most: Load,
+    *,
+    experts: int,
+    inner: int,
+    arch: str | None = None,
+    free_bytes: int | None = None,
+    distinct_ids: bool = False,
+    masked_fraction: float = 0.25,
+) -> Plan:
+    """`plan` for a rank that has `experts` experts of `inner` columns and gets `most` at most."""
     number = isinstance(masked_fraction, numbers.Real) and not isinstance(masked_fraction, bool)
     if not number or not 0 < masked_fraction <= 1:
         raise ValueError(f"masked_fraction={masked_fraction!r}: must be a number in (0, 1]")
-    if distinct_ids not in (None, True, False):
-        raise TypeError(f"distinct_ids={distinct_ids!r}: must be a bool or None")
     if free_bytes is not None:
         free_bytes = _count("free_bytes", free_bytes, 0)
     asked = arch is None
     arch = backends.current_arch() if asked else arch
     checks.arch(arch)
-    expected_rows = num_tokens * top_k / cfg.num_experts
-    backend, reason = _backend(cfg, arch, expected_rows, asked)
+    backend, reason = _backend(cfg, arch, most.expected, asked)
     run = RUNS_ON[cfg.recipe][target(arch, cfg.backend)]
 
     def laid_out(layout: str) -> Plan:
-        return _laid_out(cfg, run.operands, num_tokens, top_k, layout, backend, distinct_ids)
+        found = _laid_out(cfg, run.operands, most, experts, inner, layout, backend)
+        return replace(found, distinct_ids=distinct_ids)
 
     if cfg.layout != "auto":
         chosen, why = laid_out(cfg.layout), "layout as asked"
     else:
         budget = backends.free_bytes() if asked and free_bytes is None else free_bytes
-        chosen, why = _layout(cfg, backend, expected_rows, laid_out, budget, masked_fraction)
+        chosen, why = _layout(cfg, backend, most.expected, laid_out, budget, masked_fraction)
     if _overflows(cfg, chosen):
         raise ValueError(
             f"num_tokens={num_tokens}: {chosen.rows} rows overflow int32 indices; split them"
@@ -154,7 +223,7 @@ def plan(
             f" ({chosen.layout}), free_bytes={free_bytes}"
         )
     why = (
-        f"{cfg.recipe} {run.how}; {reason}; {why}; {expected_rows:.4g} rows expected per expert:"
+        f"{cfg.recipe} {run.how}; {reason}; {why}; {most.expected:.4g} rows expected per expert:"
         f" tiles of {chosen.tile}"
     )
     return replace(chosen, why=why)
@@ -184,18 +253,14 @@ def _layout(cfg, backend, expected_rows, laid_out, budget, fraction) -> tuple[Pl
     return masked, "masked measured faster"
 
 
-def _laid_out(cfg, operands, num_tokens, top_k, layout, backend, distinct_ids) -> Plan:
-    assignments = num_tokens * top_k
-    expected_rows = assignments / cfg.num_experts
-    alignment, tile, fused = tiling(expected_rows, backend, cfg.recipe)
+def _laid_out(cfg, operands, most, experts, inner, layout, backend) -> Plan:
+    alignment, tile, fused = tiling(most.expected, backend, cfg.recipe)
     if layout == "masked":
-        # A hash table may name an expert twice.
-        tight = cfg.router.selection == "scores" if distinct_ids is None else distinct_ids is True
         multiple = MASKED_MULTIPLE if backend in ("deep_gemm", "emulator") else tile
-        capacity = layouts.masked_capacity(num_tokens, top_k, multiple, distinct_ids=tight)
-        rows = cfg.num_experts * capacity
+        capacity = -(-most.per_expert // multiple) * multiple
+        rows = experts * capacity
     else:
-        rows = capacity = layouts.contiguous_rows(assignments, cfg.num_experts, alignment)
+        rows = capacity = layouts.contiguous_rows(most.assignments, experts, alignment)
     return Plan(
         layout=layout,
         rows=rows,
@@ -203,10 +268,10 @@ def _laid_out(cfg, operands, num_tokens, top_k, layout, backend, distinct_ids) -
         alignment=alignment,
         tile=tile,
         fused=fused,
-        expected_m=-(-assignments // cfg.num_experts),
-        distinct_ids=distinct_ids is True,
+        expected_m=math.ceil(most.expected),
+        distinct_ids=False,
         workspace_bytes=_workspace_bytes(
-            cfg, operands, num_tokens, assignments, rows, tile, fused, backend, layout
+            cfg, operands, most, experts, inner, rows, tile, fused, backend, layout
         ),
         backend=backend,
         why="",
@@ -291,8 +356,9 @@ def _refuse(backend: str, arch: str) -> None:
 def _workspace_bytes(
     cfg: MoEConfig,
     operands: Recipe,
-    num_tokens: int,
-    assignments: int,
+    most: Load,
+    experts: int,
+    inner: int,
     rows: int,
     tile: int,
     fused: bool,
@@ -311,14 +377,15 @@ def _workspace_bytes(
         steps += [(w13_in, w2_in)] if fused else [(w13_in, w13_out), (w13_out, w2_in)]
         return max(map(sum, steps))
 
-    tiles = layouts.num_tiles(assignments, cfg.num_experts, tile)
+    tiles = layouts.num_tiles(most.assignments, experts, tile)
     m_indices = rows if backend == "deep_gemm" and layout == "contiguous" else 0
-    index = 4 * (2 * assignments + 3 * tiles + cfg.num_experts + m_indices)
-    routed = rows * widest(padded(cfg.intermediate_size), fused)
+    index = 4 * (2 * most.assignments + 3 * tiles + experts + m_indices)
+    routed = rows * widest(padded(inner), fused)
     if not cfg.num_shared_experts:
         return index + routed
-    inner = padded(cfg.num_shared_experts * cfg.intermediate_size)
-    shared = num_tokens * widest(inner, tiling(num_tokens, backend, cfg.recipe)[2])
+    tokens = most.shared_tokens
+    inner = padded(cfg.num_shared_experts * inner)
+    shared = tokens * widest(inner, tiling(tokens, backend, cfg.recipe)[2])
     return index + max(routed, rows * 2 * hidden + shared)
 
 

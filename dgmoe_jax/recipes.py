@@ -46,13 +46,17 @@ class Format:
         group = self.group and self.group[1]
         return dict(group=group, ue8m0=self.ue8m0, packed=self.packed_scales)
 
+    def scales_row(self, k: int) -> int:
+        """32-bit words of one row's scales, K = k values: packed or not, but not MN-major."""
+        groups = -(-k // self.group[1])
+        return -(-groups // 4) if self.packed_scales else groups
+
     def scales_shape(self, n: int, k: int) -> tuple[int, int]:
         """Of the scales of [n, k] values; k counts values, not the elements they are packed in."""
         rows, columns = self.shares
-        groups = -(-k // columns)
         if self.packed_scales:
-            return -(-groups // 4), -(-n // 4) * 4
-        return -(-n // rows), groups
+            return self.scales_row(k), -(-n // 4) * 4
+        return -(-n // rows), -(-k // columns)
 
 
 BF16 = Format("bf16", "bfloat16")

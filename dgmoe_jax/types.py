@@ -27,6 +27,22 @@ class Routing:
 
 
 @_pytree
+class Arrived:
+    """Tokens where their experts are, or on their way there.
+
+    x [N, W]: bf16 or, where there are `scales` [N, G] (or packed, [N, ceil(G / 4)] int32), values
+    in the activations' format; what came with a token may follow in the last columns. topk_ids
+    [N, k] int32, -1: none; topk_weights [N, k] f32; shared_gate [N, 1] f32 or None.
+    """
+
+    x: Array
+    scales: Array | None
+    topk_ids: Array
+    topk_weights: Array
+    shared_gate: Array | None
+
+
+@_pytree
 class Scaled:
     """Values [..., N, K] in `format`, with scales [..., N / group rows, K / group columns] f32.
 
@@ -83,3 +99,16 @@ class Rows:
     tiles: Array
     m_indices: Array | None
     masked_m: Array | None
+
+
+@_pytree
+class Stats:
+    """What a call of the layer did, beside its result.
+
+    expert_counts [E] int32: slots that named each expert (shared experts that the router fuses are
+    E, E + 1, ...), of the tokens that this rank routed. dropped [] int32: rows that a bound on what
+    ranks send one another kept back (`Parallel.capacity_factor`).
+    """
+
+    expert_counts: Array
+    dropped: Array

@@ -161,18 +161,25 @@ def permute(
     group: int | None,
     ue8m0: bool,
     packed: bool = False,
+    scales: Array | None = None,
+    width: int | None = None,
 ) -> tuple[Array, Array | None]:
-    """x [T, K] bf16 -> rows in the experts' order: values [rows, K], scales [slabs * G, S].
+    """x [T, W] -> rows in the experts' order: values [rows, K], scales [slabs * G, S].
 
-    Quantised as by `quant`; `group` None: bf16 values and no scales. Other rows are unspecified.
+    bf16 x is quantised as by `quant`. x whose `scales` [T, G] are given (f32, or int32 if `packed`)
+    was quantised already, and both are moved as they are; so is x alone if `group` is None. K is
+    `width`, the first columns of x that are values (None: all). Other rows are unspecified.
     """
+    x = x[:, :width]
     tokens = jnp.broadcast_to(jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], src2dst.shape)
     dst = jnp.where(src2dst < 0, rows, src2dst)
     dst2src = jnp.zeros(rows, jnp.int32).at[dst].set(tokens, mode="drop")
     if group is None:
         return x[dst2src], None
-    values, scales = quant(x, group=group, ue8m0=ue8m0, packed=packed)
-    return values[dst2src], _in_slabs(scales.T[dst2src], slabs)
+    if scales is None:
+        x, scales = quant(x, group=group, ue8m0=ue8m0, packed=packed)
+        scales = scales.T
+    return x[dst2src], _in_slabs(scales[dst2src], slabs)
 
 
 def _in_slabs(scales: Array, slabs: int) -> Array:

@@ -9,16 +9,17 @@ from jax import Array
 from dgmoe_jax import backends
 from dgmoe_jax.plan import Plan
 from dgmoe_jax.recipes import Format
-from dgmoe_jax.types import Rows
+from dgmoe_jax.types import Arrived, Rows
 
 
 def permute(
-    x: Array, topk_ids: Array, fmt: Format, num_experts: int, plan: Plan
+    tokens: Arrived, fmt: Format, width: int, num_experts: int, plan: Plan
 ) -> tuple[Rows, Array]:
-    """x [T, K] bf16, topk_ids [T, k] -> Rows in `fmt`, and src2dst [T, k] (-1: no row)."""
+    """Tokens, the first `width` columns of theirs -> Rows in `fmt`, and src2dst [T, k] (-1: no
+    row). They are bf16, or in `fmt` already where they have scales."""
     contiguous = plan.layout == "contiguous"
     src2dst, tiles, m_indices, masked_m = backends.get("permute_index", plan.backend)(
-        topk_ids,
+        tokens.topk_ids,
         num_experts=num_experts,
         rows=plan.rows,
         alignment=plan.alignment,
@@ -27,23 +28,28 @@ def permute(
         with_m_indices=contiguous and plan.backend in ("deep_gemm", "emulator"),
     )
     values, scales = backends.get("permute", plan.backend)(
-        x,
+        tokens.x,
         src2dst,
         rows=plan.rows,
         slabs=plan.slabs,
+        scales=tokens.scales,
+        width=width,
         **fmt.scaling,
     )
     return Rows(values, scales, tiles, m_indices, masked_m), src2dst
 
 
-def in_place(x: Array, fmt: Format, plan: Plan) -> Rows:
-    """x [T, K] bf16 -> all of its rows in `fmt`, for one expert: what shared experts read.
+def in_place(x: Array, scales: Array | None, fmt: Format, plan: Plan) -> Rows:
+    """x [T, K] -> all of its rows in `fmt`, for one expert: what shared experts read.
 
-    `plan.rows` of them: those past T are padding.
+    x is bf16, or in `fmt` where it has `scales` [T, G]. `plan.rows` of them: those past T are
+    padding.
     """
-    count, scales = x.shape[0], None
-    x = jnp.pad(x, ((0, plan.rows - count), (0, 0)))
-    if fmt.group is not None:
+    count, room = x.shape[0], ((0, plan.rows - x.shape[0]), (0, 0))
+    x = jnp.pad(x, room)
+    if scales is not None:
+        scales = jnp.pad(scales, ((0, -(-plan.rows // 4) * 4 - count), (0, 0))).T
+    elif fmt.group is not None:
         quant = backends.get("quant", plan.backend)
         x, scales = quant(x, **fmt.scaling)
     first = np.arange(0, count, plan.tile, dtype=np.int32)
