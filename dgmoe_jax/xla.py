@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dgmoe_jax import checks
 from dgmoe_jax.interop.scales import unpack_ue8m0
 from dgmoe_jax.layouts import num_tiles
 from dgmoe_jax.tracing import vary_alike
@@ -157,29 +158,57 @@ def permute(
     src2dst: Array,
     *,
     rows: int,
-    slabs: int,
-    group: int | None,
-    ue8m0: bool,
+    slabs: int = 1,
+    group: int | None = 128,
+    ue8m0: bool = False,
     packed: bool = False,
     scales: Array | None = None,
     width: int | None = None,
 ) -> tuple[Array, Array | None]:
     """x [T, W] -> rows in the experts' order: values [rows, K], scales [slabs * G, S].
 
-    bf16 x is quantised as by `quant`. x whose `scales` [T, G] are given (f32, or int32 if `packed`)
-    was quantised already, and both are moved as they are; so is x alone if `group` is None. K is
-    `width`, the first columns of x that are values (None: all). Other rows are unspecified.
+    K is `width`, by default W. x is bf16, quantised as by `quant`; or with `scales` float8_e4m3fn
+    that was, a row of them for each token, [T, K / group] f32 or if `packed`
+    [T, ceil(K / group / 4)] int32; or with `group` None of any dtype of 8 or 16 bits but bool, and
+    scales are None. The latter two are moved bit for bit. Rows that src2dst does not name are
+    unspecified.
     """
-    x = x[:, :width]
+    width = x.shape[1] if width is None else width
+    _check_permute(x, group, ue8m0, packed, scales, width)
     tokens = jnp.broadcast_to(jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], src2dst.shape)
     dst = jnp.where(src2dst < 0, rows, src2dst)
     dst2src = jnp.zeros(rows, jnp.int32).at[dst].set(tokens, mode="drop")
-    if group is None:
-        return x[dst2src], None
-    if scales is None:
-        x, scales = quant(x, group=group, ue8m0=ue8m0, packed=packed)
+    if group is not None and scales is None:
+        x, scales = quant(x[:, :width], group=group, ue8m0=ue8m0, packed=packed)
         scales = scales.T
-    return x[dst2src], _in_slabs(scales[dst2src], slabs)
+
+    def gather(array):
+        if array.shape[0] == 0:  # jnp finds no index legal
+            return jnp.zeros((rows, array.shape[1]), array.dtype)
+        return array[dst2src]
+
+    # As bits, which XLA on a CPU does not convert on the way as it does float8.
+    values = lax.bitcast_convert_type(gather(_bits(x)[:, :width]), x.dtype)
+    return values, None if group is None else _in_slabs(gather(scales), slabs)
+
+
+def _check_permute(
+    x: Array, group: int | None, ue8m0: bool, packed: bool, scales: Array | None, width: int
+) -> None:
+    if width % 128 or not 0 < width <= x.shape[1]:
+        raise ValueError(f"width={width}: must be a multiple of 128, at most {x.shape[1]}")
+    if scales is not None and group is None:
+        raise ValueError(f"scales: shape {scales.shape}, must be None with group=None")
+    if group is None:
+        if x.dtype == bool or jax.dtypes.itemsize_bits(x.dtype) not in (8, 16):
+            raise TypeError(f"x: dtype {x.dtype}, must be of 8 or 16 bits, no bool")
+        return
+    checks.dtype("x", x, ("bfloat16" if scales is None else "float8_e4m3fn",))
+    if scales is not None:
+        _check_packed(ue8m0, packed)
+        words = width // group
+        checks.shape("scales", scales, (x.shape[0], -(-words // 4) if packed else words))
+        checks.dtype("scales", scales, ("int32" if packed else "float32",))
 
 
 def _in_slabs(scales: Array, slabs: int) -> Array:
@@ -200,14 +229,18 @@ def quant(
     word j, bytes past the last group 0. A NaN or Inf leaves NaN in its group's values, and 255 in
     its exponent.
     """
-    if packed and not ue8m0:
-        raise ValueError("packed=True, ue8m0=False; only powers of two have exponents to be packed")
+    _check_packed(ue8m0, packed)
     groups = x.astype(F32).reshape(x.shape[0], x.shape[1] // group, group)
     scales = scale_of(largest(groups, -1), 448.0, ue8m0)
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
     values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
     return values.reshape(x.shape), _in_slabs(_packed(scales) if packed else scales, 1)
+
+
+def _check_packed(ue8m0: bool, packed: bool) -> None:
+    if packed and not ue8m0:
+        raise ValueError("packed=True, ue8m0=False; only powers of two have exponents to be packed")
 
 
 def _packed(scales: Array) -> Array:

@@ -128,6 +128,12 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
         )
         moved = size(x) + real * written
         yield Case(f"permute{name}", (x, src2dst), in_slab | rule, moved, live, near)
+        values, scales = xla("quant")(x, **rule)
+        wire = jnp.pad(values, ((0, 0), (0, 256)))  # a row with metadata behind its values
+        received = dict(scales=scales[:, :tokens].T, width=hidden)
+        moved = (tokens + real) * written
+        kwargs = in_slab | rule | received
+        yield Case(f"permute moved{name}", (wire, src2dst), kwargs, moved, live)
     moved = size(x) + real * 2 * hidden
     unscaled = in_slab | dict(group=None, ue8m0=False)
     yield Case("permute bf16", (x, src2dst), unscaled, moved, live)

@@ -258,7 +258,7 @@ def random_ids(seed: int, count: int, top_k: int, experts: int) -> np.ndarray:
     jax.jit,
     static_argnames=(
         *("step", "backend", "num_experts", "rows", "capacity", "with_m_indices", "group", "ue8m0"),
-        *("packed", "keep_fp32", "recipe_a", "recipe_b"),
+        *("packed", "width", "keep_fp32", "recipe_a", "recipe_b"),
         *("alignment", "tile", "slabs", "expected_m", "activation", "params", "scaling_factor"),
     ),
 )

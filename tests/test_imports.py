@@ -23,7 +23,7 @@ ALLOWED = {
     "progress": set(),
     "tracing": set(),
     "backends": {"config", "platforms"},
-    "xla": {"interop", "layouts", "tracing"},
+    "xla": {"checks", "interop", "layouts", "tracing"},
     "reference": set(),
     "plan": {"backends", "checks", "config", "layouts", "recipes"},
     "quantize": {"interop", "recipes", "types", "xla"},

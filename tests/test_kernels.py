@@ -424,6 +424,20 @@ def test_permute_index_refuses():
 
 # --- permute
 
+by_both = pytest.mark.parametrize(
+    "run", [xla.permute, functools.partial(permute, interpret=INTERPRET)], ids=["xla", "pallas"]
+)
+
+
+def random_places(t, k, slabs):
+    """rows, src2dst with some -1, and the tokens and rows of the others."""
+    rows = -(-(t * k + 9) // slabs) * slabs
+    rng = np.random.default_rng(t)
+    src2dst = rng.permutation(rows)[: t * k].reshape(t, k).astype(np.int32)
+    src2dst[1:][rng.random((t - 1, k)) < 0.3] = -1
+    token, slot = np.nonzero(src2dst >= 0)
+    return rows, src2dst, token, src2dst[token, slot]
+
 
 @pytest.mark.parametrize(
     ("t", "k", "width", "slabs"),
@@ -431,17 +445,12 @@ def test_permute_index_refuses():
 )
 @every_rule
 def test_permute(t, k, width, slabs, rule):
-    rows = -(-(t * k + 9) // slabs) * slabs
-    rng = np.random.default_rng(t)
-    src2dst = rng.permutation(rows)[: t * k].reshape(t, k).astype(np.int32)
-    src2dst[1:][rng.random((t - 1, k)) < 0.3] = -1
+    rows, src2dst, token, live = random_places(t, k, slabs)
     x = np.array(random(1, t, width))
     x[src2dst.max(1) < 0] = np.nan  # A token that no expert gets.
     if t > 2:
         x[0, 5], x[1, 7] = np.inf, 3e38
     x = jnp.asarray(x, BF16)
-    token, slot = np.nonzero(src2dst >= 0)
-    live = src2dst[token, slot]
     others = np.setdiff1d(np.arange(rows), live)
     want_values, want_scales = quant_reference(x, rule)
     run = functools.partial(permute, x, jnp.asarray(src2dst), rows=rows, slabs=slabs)
@@ -454,12 +463,89 @@ def test_permute(t, k, width, slabs, rule):
     assert_unwritten(values[others])
     assert_unwritten(scales[others])
 
-    if rule != RULES[0]:
-        return
-    values, nothing = run(group=None, interpret=INTERPRET)
-    assert values.dtype == BF16 and nothing is None
-    np.testing.assert_array_equal(f32(values)[live], f32(x)[token])
-    assert_unwritten(values[others])
+
+def random_bits(seed, dtype, *shape):
+    """Every bit pattern, of NaN too."""
+    size = np.dtype(dtype).itemsize
+    return np.random.default_rng(seed).integers(0, 256**size, shape, f"u{size}").view(dtype)
+
+
+def bits(x):
+    x = np.ascontiguousarray(x)
+    return x.view(f"u{x.itemsize}")
+
+
+def poison_of(dtype, poison):
+    """`poison`, or what stands for it: float8_e4m3fn ends at 448, exponents at 254."""
+    if dtype == I32:
+        return -1 if np.isnan(poison) else 0x7EFEFEFE
+    return np.array(min(poison, 448.0) if dtype == FP8 else poison).astype(dtype)
+
+
+@by_both
+@pytest.mark.parametrize("rule", [None, *RULES], ids=str)
+@pytest.mark.parametrize(
+    ("t", "k", "slabs", "width", "wide"),
+    [(1, 1, 1, 384, 384), (5, 2, 4, 640, 896), (3, 8, 2, 7168, 7424), (2, 1, 1, 128, 2048)],
+)
+def test_permute_moves_rows_that_are_quantised(run, t, k, slabs, width, wide, rule):
+    rows, src2dst, token, live = random_places(t, k, slabs)
+    others, by_kernel = np.setdiff1d(np.arange(rows), live), run is not xla.permute
+    how = {"group": None} if rule is None else as_keywords(rule)
+    run = jax.jit(functools.partial(run, rows=rows, slabs=slabs, width=width, **how))
+    arrays = [random_bits(0, FP8, t, wide)]
+    if rule is not None:
+        words = -(-width // rule[0] // 4) if rule[2] else width // rule[0]
+        arrays.append(random_bits(1, I32 if rule[2] else np.float32, t, words))
+    values, scales = arrays[0][:, :width].copy(), arrays[-1].copy()
+    for poison in POISON:
+        arrays[0][:, width:] = poison_of(FP8, poison)
+        for array in arrays:
+            array[src2dst.max(1) < 0] = poison_of(array.dtype, poison)
+        got = run(arrays[0], src2dst, scales=arrays[1] if rule else None)
+        assert got[0].dtype == FP8 and got[0].shape == (rows, width)
+        np.testing.assert_array_equal(bits(got[0])[live], bits(values)[token])
+        moved = [got[0]]
+        if rule is None:
+            assert got[1] is None
+        else:
+            assert got[1].dtype == scales.dtype
+            moved.append(row_scales(got[1], slabs, rows))
+            np.testing.assert_array_equal(bits(moved[1])[live], bits(scales)[token])
+        if by_kernel:
+            for array in moved:
+                assert_unwritten(array[others])
+
+
+@by_both
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e8m0fnu", "uint8", "int16"]
+)
+def test_permute_moves_any_bits(run, dtype):
+    rows, src2dst, token, live = random_places(5, 3, 1)
+    x = random_bits(0, jnp.dtype(dtype), 5, 1152)
+    values, nothing = jax.jit(functools.partial(run, rows=rows, group=None))(x, src2dst)
+    assert values.dtype == dtype and nothing is None
+    np.testing.assert_array_equal(bits(values)[live], bits(x)[token])
+
+
+@by_both
+@every_rule
+def test_permute_quantises_on_the_way_or_before_alike(run, rule):
+    rows, src2dst, _, live = random_places(5, 3, 4)
+    x = random(0, 5, 768)
+    x[0, 5], x[1, 7], x[:, 640:] = np.inf, 3e38, np.nan
+    x = jnp.asarray(x, BF16)
+    quantise = xla.quant if run is xla.permute else functools.partial(quant, interpret=INTERPRET)
+    run = functools.partial(run, rows=rows, slabs=4, width=640, **as_keywords(rule))
+    values, scales = quantise(x[:, :640], **as_keywords(rule))
+    wire = np.pad(np.asarray(values), ((0, 0), (0, 128)))
+    before, on_the_way = run(jnp.asarray(wire), src2dst, scales=scales[:, :5].T), run(x, src2dst)
+    for a, b in zip(before, on_the_way, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+    np.testing.assert_array_equal(*(bits(values)[live] for values, _ in (before, on_the_way)))
+    before, on_the_way = (row_scales(scales, 4, rows) for _, scales in (before, on_the_way))
+    np.testing.assert_array_equal(bits(before)[live], bits(on_the_way)[live])
 
 
 def test_permute_lowers_for_cuda():
@@ -468,6 +554,23 @@ def test_permute_lowers_for_cuda():
             how = {"group": None} if rule is None else as_keywords(rule)
             fn = functools.partial(permute, rows=4 * (t * k + 8), slabs=slabs, **how)
             assert custom_calls(fn, ((t, width), BF16), ((t, k), I32)) == 1
+
+
+def test_permute_of_rows_as_they_are_lowers_for_cuda():
+    for t, k, width in [(1, 1, 128), (5, 16, 1152), (3, 2, 2944), (65536, 8, 7168)]:
+        for rule in (None, *RULES):
+            how = {"group": None} if rule is None else as_keywords(rule)
+            how |= {"rows": 4 * (t * k + 8), "slabs": 4, "width": width}
+
+            def move(x, src2dst, scales=None, how=how):
+                return permute(x, src2dst, scales=scales, **how)
+
+            for dtype in (BF16, FP8, jnp.uint8) if rule is None else (FP8,):
+                shapes = [((t, width + 256), dtype), ((t, k), I32)]
+                if rule is not None:
+                    words = -(-width // rule[0] // 4) if rule[2] else width // rule[0]
+                    shapes.append(((t, words), I32 if rule[2] else F32))
+                assert custom_calls(move, *shapes) == 1
 
 
 def test_permute_refuses():
@@ -480,6 +583,30 @@ def test_permute_refuses():
         permute(x, src2dst, rows=8, slabs=3)
     with pytest.raises(NotImplementedError, match="group=64"):
         permute(x, src2dst, rows=8, group=64)
+
+
+@by_both
+def test_permute_refuses_what_cannot_be_moved(run):
+    src2dst, scales = jnp.zeros((3, 2), I32), jnp.ones((3, 2))
+    x = jnp.zeros((3, 256), FP8)
+
+    def refuses(match, x=x, **kwargs):
+        with pytest.raises((ValueError, TypeError), match=match):
+            run(x, src2dst, rows=8, **kwargs)
+
+    refuses("x.*float8_e4m3fn.*must be (bf16|bfloat16)")
+    refuses("x.*bfloat16.*must be float8_e4m3fn", x.astype(BF16), scales=scales)
+    for dtype in (F32, bool, jnp.int4):
+        refuses(f"x.*{jnp.dtype(dtype).name}.*8 or 16 bits", x.astype(dtype), group=None)
+    for width in (64, 0, 384, -128):
+        refuses(f"width={width}.*128.*256", group=None, width=width)
+    refuses(r"scales.*3, 2.*\b3, 1", scales=scales, width=128)
+    refuses(r"scales.*3, 2.*\b3, 8", scales=scales, group=32)
+    refuses(r"scales.*3, 2.*\b3, 1", scales=scales, ue8m0=True, packed=True)
+    refuses("scales.*int32.*float32", scales=scales.astype(I32))
+    refuses("scales.*float32.*int32", scales=scales[:, :1], ue8m0=True, packed=True)
+    refuses("packed=True, ue8m0=False", scales=scales, packed=True)
+    refuses("scales.*group=None", scales=scales, group=None)
 
 
 # --- unpermute
@@ -660,7 +787,14 @@ def test_no_tokens():
     index = {"num_experts": 4, "rows": 16, "alignment": 8, "capacity": None, "tile": 8}
     _, tiles, m_indices, masked_m = permute_index(none, **index, with_m_indices=True)
     assert tiles.shape == (3, 0) and (m_indices == -1).all() and (masked_m == 0).all()
-    assert permute(jnp.zeros((0, 128), BF16), none, rows=8)[1].shape == (1, 8)
+    for run in (permute, xla.permute):
+        assert run(jnp.zeros((0, 128), BF16), none, rows=8)[1].shape == (1, 8)
+        for t, places in ((0, none), (3, jnp.zeros((3, 0), I32))):
+            wide = jnp.zeros((t, 384), FP8)
+            values, scales = run(wide, places, rows=6, slabs=2, width=256, scales=jnp.ones((t, 2)))
+            assert values.shape == (6, 256) and values.dtype == FP8 and scales.shape == (4, 4)
+            values, nothing = run(wide, places, rows=6, group=None)
+            assert values.shape == (6, 384) and nothing is None
     rows = jnp.zeros((8, 128), BF16)
     assert unpermute(rows, none, jnp.zeros((0, 2)), None, scaling_factor=1.0).shape == (0, 128)
 
