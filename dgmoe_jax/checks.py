@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 
@@ -9,6 +10,19 @@ import jax.numpy as jnp
 
 from dgmoe_jax import layouts
 from dgmoe_jax.recipes import BESIDE, READS, RUNS_ON, is_read_by, padded, run_of
+
+
+def count(name: str, value: int, least: int) -> int:
+    """`value` as an int of at least `least`."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: must be an int")
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: must be an int, known when tracing") from None
+    if value < least:
+        raise ValueError(f"{name}={value}: must be at least {least}")
+    return value
 
 
 def shape(name: str, array, expected: Sequence[int | None]) -> None:

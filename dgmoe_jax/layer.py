@@ -66,7 +66,7 @@ def moe_layer(
     checks.instance("params", params, MoEParams, "from prepare_params(raw, cfg)")
     checks.instance("parallel", parallel, Parallel, "that names mesh axes")
     checks.tokens(x, cfg.hidden_size)
-    num_tokens = x.shape[0]
+    num_tokens = checks.count("num_tokens", x.shape[0], 0)
     checks.valid(valid, num_tokens)
     if routing is not None:
         checks.instance("routing", routing, Routing, "of topk_ids and topk_weights")
@@ -154,7 +154,9 @@ def _sent_at_once(
         sent = wire.unpack(on_wire)
     dispatcher = ranks.dispatcher(num_tokens, top_k, distinct, plan.backend)
     arrived, way_back = dispatcher.send(wire, sent, on_wire)
-    rows, src2dst = permute.permute(arrived, fmt, width, part.experts, plan)
+    rows, src2dst = permute.permute(
+        *(arrived.x, arrived.topk_ids, fmt, part.experts, plan), scales=arrived.scales, width=width
+    )
     routed = experts.experts(rows, params.experts, cfg.activation, fmt, plan)
 
     shared, split = None, bool(parallel.shared_axes)
@@ -220,7 +222,7 @@ def _shared(
     """The shared experts of all tokens [T, H] bf16, weighed by their gate."""
     num_tokens = tokens.x.shape[0]
     alone = dense(plan, num_tokens, cfg.recipe)
-    rows = permute.in_place(tokens.x[:, :width], tokens.scales, fmt, alone)
+    rows = permute.in_place(tokens.x[:, :width], fmt, alone, scales=tokens.scales)
     y = experts.experts(rows, params.shared, cfg.activation, fmt, alone)[:num_tokens]
     if tokens.shared_gate is None:
         return y

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 import warnings
 from dataclasses import dataclass, replace
 
@@ -69,7 +68,7 @@ class Plan:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Plan.{name}={getattr(self, name)!r}: must be a bool")
         for name in ("rows", "capacity", "alignment", "tile", "expected_m", "workspace_bytes"):
-            value = _count(f"Plan.{name}", getattr(self, name), 0)
+            value = checks.count(f"Plan.{name}", getattr(self, name), 0)
             if name in ("alignment", "tile") and (value < 8 or value % 8):
                 raise ValueError(f"Plan.{name}={value}: must be a positive multiple of 8")
         if self.fused and self.backend != "pallas":
@@ -158,9 +157,9 @@ def plan(
       NotImplementedError: a layout, recipe or backend that is legal but not available here.
     """
     cfg = cfg.as_grouped()
-    num_tokens = _count("num_tokens", num_tokens, 0)
-    top_k = _count("top_k", cfg.router.top_k if top_k is None else top_k, 1)
-    ep_size, tp_size = _count("ep_size", ep_size, 1), _count("tp_size", tp_size, 1)
+    num_tokens = checks.count("num_tokens", num_tokens, 0)
+    top_k = checks.count("top_k", cfg.router.top_k if top_k is None else top_k, 1)
+    ep_size, tp_size = checks.count("ep_size", ep_size, 1), checks.count("tp_size", tp_size, 1)
     if distinct_ids not in (None, True, False):
         raise TypeError(f"distinct_ids={distinct_ids!r}: must be a bool or None")
     # A hash table may name an expert twice.
@@ -197,7 +196,7 @@ def decide(
     if not number or not 0 < masked_fraction <= 1:
         raise ValueError(f"masked_fraction={masked_fraction!r}: must be a number in (0, 1]")
     if free_bytes is not None:
-        free_bytes = _count("free_bytes", free_bytes, 0)
+        free_bytes = checks.count("free_bytes", free_bytes, 0)
     asked = arch is None
     arch = backends.current_arch() if asked else arch
     checks.arch(arch)
@@ -293,18 +292,6 @@ def dense(plan: Plan, num_tokens: int, recipe: str) -> Plan:
         fused=fused,
         expected_m=num_tokens,
     )
-
-
-def _count(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: must be an int")
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: must be an int, known when tracing") from None
-    if value < least:
-        raise ValueError(f"{name}={value}: must be at least {least}")
-    return value
 
 
 def tiling(expected_rows: float, backend: str, recipe: str) -> tuple[int, int, bool]:

@@ -9,17 +9,27 @@ from jax import Array
 from dgmoe_jax import backends
 from dgmoe_jax.plan import Plan
 from dgmoe_jax.recipes import Format
-from dgmoe_jax.types import Arrived, Rows
+from dgmoe_jax.types import Rows
 
 
 def permute(
-    tokens: Arrived, fmt: Format, width: int, num_experts: int, plan: Plan
+    x: Array,
+    topk_ids: Array,
+    fmt: Format,
+    num_experts: int,
+    plan: Plan,
+    *,
+    scales: Array | None = None,
+    width: int | None = None,
 ) -> tuple[Rows, Array]:
-    """Tokens, the first `width` columns of theirs -> Rows in `fmt`, and src2dst [T, k] (-1: no
-    row). They are bf16, or in `fmt` already where they have scales."""
+    """x [T, W], topk_ids [T, k] -> Rows of `width` in `fmt`, and src2dst [T, k] (-1: no row).
+
+    x is bf16, or in `fmt` where it has `scales` [T, G]; its first `width` columns (None: all) are
+    values.
+    """
     contiguous = plan.layout == "contiguous"
     src2dst, tiles, m_indices, masked_m = backends.get("permute_index", plan.backend)(
-        tokens.topk_ids,
+        topk_ids,
         num_experts=num_experts,
         rows=plan.rows,
         alignment=plan.alignment,
@@ -28,18 +38,18 @@ def permute(
         with_m_indices=contiguous and plan.backend in ("deep_gemm", "emulator"),
     )
     values, scales = backends.get("permute", plan.backend)(
-        tokens.x,
+        x,
         src2dst,
         rows=plan.rows,
         slabs=plan.slabs,
-        scales=tokens.scales,
+        scales=scales,
         width=width,
         **fmt.scaling,
     )
     return Rows(values, scales, tiles, m_indices, masked_m), src2dst
 
 
-def in_place(x: Array, scales: Array | None, fmt: Format, plan: Plan) -> Rows:
+def in_place(x: Array, fmt: Format, plan: Plan, *, scales: Array | None = None) -> Rows:
     """x [T, K] -> all of its rows in `fmt`, for one expert: what shared experts read.
 
     x is bf16, or in `fmt` where it has `scales` [T, G]. `plan.rows` of them: those past T are
