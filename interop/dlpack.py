@@ -12,9 +12,9 @@ takes its arrays for constants, and on a GPU the two run on streams of their own
   copy, after which the tensor may be written or freed at once.
 * A tensor that JAX gave is JAX's memory: writing to it changes the array. Dropping it is safe
   while the current stream still reads it; what other streams read must be awaited first.
-* A program of JAX's that is given an array by `donate_argnums` does not get the memory of one that
-  torch was given: JAX copies instead. One that came from torch it does get on a GPU, and writes
-  there: donate what `copy=True` made.
+* Donating (`donate_argnums`) an array that torch was given: JAX copies it on a CPU, and refuses on a
+  GPU. Donating one that came from torch gives torch's memory away on a GPU: donate what `copy=True`
+  made.
 """
 
 from __future__ import annotations

@@ -143,6 +143,19 @@ def layer(w13: tuple, w2: tuple, x: Any, top_k: int, layout: str) -> Callable:
     return call
 
 
+def combine(rows: Any, ids: Any, weights: Any, scaling_factor: float) -> Any:
+    """SGLang's combine: rows [T, k, H] bf16, ids and weights [T, k] -> [T, H] bf16."""
+    import torch
+    from sglang.kernels.ops.moe.ep_moe_kernels import post_reorder_deepgemm
+
+    num_tokens, top_k, hidden = rows.shape
+    out = rows.new_empty(num_tokens, hidden)
+    src2dst = torch.arange(ids.numel(), dtype=torch.int32, device=rows.device).view(ids.shape)
+    given = (rows.reshape(-1, hidden), out, src2dst, ids, weights.float())
+    post_reorder_deepgemm(*given, top_k, num_tokens, hidden, scaling_factor)
+    return out
+
+
 def grouped_gemm(values: Any, scales: Any, weights: tuple, *, ids: Any, layout: str) -> Any:
     """DeepGEMM called from torch: values [T, k, K] FP8 with scales [T, k, K / 128], weights
     ([E, N, K], [E, N / 128, K / 128]), ids [T, k] -> [T, k, N] bf16."""

@@ -254,18 +254,19 @@ def test_takes_as_long_as_a_direct_call(name, capsys):
             call()
 
     def microseconds(call, wait):
-        wait(call())
-        rounds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(32):
-                out = call()
-            wait(out)
-            rounds.append((time.perf_counter() - start) * 1e6 / 32 / 8)
-        return min(rounds)
+        start = time.perf_counter()
+        for _ in range(32):
+            out = call()
+        wait(out)
+        return (time.perf_counter() - start) * 1e6 / 32 / 8
 
-    theirs = microseconds(graph.replay, lambda _: torch.cuda.synchronize())
-    ours = microseconds(lambda: program(copies), jax.block_until_ready)
+    # In turn, since a GPU that works for longer clocks lower.
+    ways = {
+        "torch": (graph.replay, lambda _: torch.cuda.synchronize()),
+        "jit": (lambda: program(copies), jax.block_until_ready),
+    }
+    rounds = [{way: microseconds(*run) for way, run in ways.items()} for _ in range(12)][2:]
+    theirs, ours = (float(np.median([found[way] for found in rounds])) for way in ways)
     with capsys.disabled():
         print(f"\n{name}: from torch {theirs:.1f} us, from jit {ours:.1f} us")
     assert ours <= 1.03 * theirs + 2
