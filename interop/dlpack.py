@@ -12,7 +12,7 @@ takes its arrays for constants, and on a GPU the two run on streams of their own
   copy, after which the tensor may be written or freed at once.
 * A tensor that JAX gave is JAX's memory: writing to it changes the array. Dropping it is safe
   while the current stream still reads it; what other streams read must be awaited first.
-* Donating (`donate_argnums`) an array that torch was given: JAX copies it on a CPU, and refuses on a
+* Donating (`donate_argnums`) an array that torch was given: JAX copies it on a CPU and refuses on a
   GPU. Donating one that came from torch gives torch's memory away on a GPU: donate what `copy=True`
   made.
 """
