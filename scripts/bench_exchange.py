@@ -53,6 +53,7 @@ def slots(rows: np.ndarray, src2dst: np.ndarray, tokens: int) -> np.ndarray:
 
 def several(fn: Callable, mesh: Mesh) -> Callable:
     """A program of one call for each of its first argument's arrays, all results kept."""
+    fn = jax.jit(fn)  # lowered once
 
     def run(each, *shared):
         return [fn(x, *shared) for x in each]
