@@ -16,6 +16,9 @@ What orders the writes, without the host:
    acquires. At the number of blocks (`blocks_for`) rows r * capacity .. (r + 1) * capacity - 1 are
    there, whatever the other ranks do: what follows in the same kernel could begin on them.
 4. A rank leaves when all have arrived: nothing then is on its way to its buffers or semaphores.
+
+Ranks wait for each other inside the kernel, so two exchanges of a program must come in the same
+order on all of them: let one depend on the other.
 """
 
 from __future__ import annotations
