@@ -64,8 +64,31 @@ def pallas_tiling(expected_rows: float, *, fp8: bool) -> tuple[int, int, bool]:
     return alignment, tile, _load("kernels_pallas.gemm:fuses")(fp8=fp8)
 
 
-def only_where_it_runs(x: Array, backend: str) -> Array:
-    """x itself; lowered for a platform that `backend` does not run on: NotImplementedError."""
+def exchange() -> Callable:
+    """Rows written into the memory of other GPUs, by a kernel of ours; see its docstring."""
+    return _load("kernels_pallas.one_sided:exchange")
+
+
+def exchange_unavailable() -> str | None:
+    """Why `exchange` cannot run on this process's GPUs, or None where it can or there are none."""
+    if jax.default_backend() != "gpu":
+        return None
+    return _load("kernels_pallas.one_sided:unavailable")(jax.devices())
+
+
+def only_where_it_runs(x: Array, backend: str, dispatch: str = "standard") -> Array:
+    """x itself; lowered for a platform that `backend` or `dispatch` does not run on:
+    NotImplementedError."""
+    if dispatch == "one_sided" and backend != "emulator":
+        reason = exchange_unavailable()
+        if reason:
+            raise NotImplementedError(f"dispatch='one_sided': {reason}; 'all_to_all' runs")
+        x = only_on(
+            x,
+            "cuda",
+            "dispatch='one_sided' needs NVIDIA GPUs that write into each other's memory;"
+            " 'all_to_all' runs anywhere",
+        )
     if backend in ("pallas", "deep_gemm"):
         return only_on(
             x,

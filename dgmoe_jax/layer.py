@@ -134,7 +134,7 @@ def _sent_at_once(
         return jnp.zeros_like(x), Stats(counts, jnp.zeros((), jnp.int32))
     fmt = run_of(cfg.recipe, params.experts.w13.format).operands.activations
     checks.readable(params, cfg, plan.backend)
-    x = backends.only_where_it_runs(x, plan.backend)
+    x = backends.only_where_it_runs(x, plan.backend, parallel.dispatch)
 
     routing, shared_gate = _routed(x, routing, token_ids, valid, params, cfg, plan.backend)
     if promised:

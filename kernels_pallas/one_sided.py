@@ -40,6 +40,7 @@ BLOCKS = 132  # SMs of an H100 or H200 SXM: all blocks run at once
 RING_BYTES, MOST_SLOTS = 160 * 1024, 8  # shared memory of a block: rows in flight
 MOST_DEVICES = 8  # of one process, jax 0.10.2 and 0.11.2
 TRIED = ("0.10.2", "0.11.2")  # by lowering; run with the latter
+LEAST_NCCL = (2, 29, 2)  # that tells a process where the memory of another one's GPU is
 
 
 def exchange(
@@ -187,8 +188,8 @@ def exchange(
 
 def unavailable(where: jax.sharding.Mesh | Sequence[jax.Device]) -> str | None:
     """Why `exchange` cannot run over a mesh, or over devices in a mesh's row-major order; None
-    where it can. A mesh of a machine's GPUs in one process can; leave NVLink multicast as it is, no
-    use is made of it.
+    where it can. GPUs of one machine in one process can; with a process for each, and NCCL 2.32.3,
+    it ran on two, and with NCCL 2.28.9 it did not. No use is made of NVLink multicast.
     """
     devices = list(where.devices.flat) if isinstance(where, jax.sharding.Mesh) else list(where)
     if jax.__version__ not in TRIED:
@@ -201,12 +202,28 @@ def unavailable(where: jax.sharding.Mesh | Sequence[jax.Device]) -> str | None:
     if any(tuple(map(int, d.compute_capability.split("."))) < (9, 0) for d in devices):
         return f"it needs Hopper or newer; these are {sorted({d.device_kind for d in devices})}"
     if len({d.process_index for d in devices}) > 1:
-        return "it needs all GPUs in one process; these belong to several"
+        found = _nccl_version()
+        if found is None or found < LEAST_NCCL:
+            text = "none" if found is None else ".".join(map(str, found))
+            return (
+                f"GPUs of several processes need NCCL {'.'.join(map(str, LEAST_NCCL))} or later"
+                f" (nvidia-nccl-cu13), and {text} is loaded; GPUs of one process do not"
+            )
+        return None  # what they can reach, NCCL says when it maps it
     if [d.id for d in devices] != list(range(len(devices))):
         return f"Mosaic GPU needs devices 0, 1, .. in order; these are {[d.id for d in devices]}"
     if len(devices) > MOST_DEVICES:
         return f"Mosaic GPU reaches {MOST_DEVICES} GPUs of a process; these are {len(devices)}"
     return _no_peer_access([d.local_hardware_id for d in devices])
+
+
+def _nccl_version() -> tuple[int, int, int] | None:
+    try:  # the library that JAX has loaded goes by this name
+        library, number = ctypes.CDLL("libnccl.so.2"), ctypes.c_int(0)
+    except OSError:
+        return None
+    library.ncclGetVersion(ctypes.byref(number))
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def _no_peer_access(ordinals: list[int]) -> str | None:

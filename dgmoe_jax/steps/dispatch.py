@@ -208,7 +208,35 @@ class AllToAll(Dispatcher):
 
     def bring_back(self, routed, src2dst, arrived, way_back, tokens, shared, scaling_factor):
         sums = self._unpermute(routed, src2dst, arrived.topk_weights)
-        return self._unpermute(self._swap(sums), way_back.to, None, shared, scaling_factor)
+        sums = self._return(sums, arrived)
+        return self._unpermute(sums, way_back.to, None, shared, scaling_factor)
+
+    def _return(self, rows: Array, arrived: Arrived) -> Array:
+        """Rows in the places of those that arrived, to where these came from."""
+        return self._swap(rows)
+
+
+class OneSided(AllToAll):
+    """AllToAll by kernels that write into the peers' memory, and only what there is to send:
+    FlashInfer's one-sided all-to-all. The emulator, which knows one memory, sends all of it."""
+
+    def _exchange(self, rows, to, counts):
+        if self.backend == "emulator":
+            return super()._exchange(rows, to, counts)
+        return self._write(rows, to, counts)
+
+    def _return(self, rows, arrived):
+        if self.backend == "emulator":
+            return super()._return(rows, arrived)
+        live = jnp.any(arrived.topk_ids >= 0, axis=1)
+        to = jnp.where(live, jnp.arange(live.size, dtype=I32), -1)
+        counts = jnp.sum(live.reshape(self.ranks, -1), axis=1, dtype=I32)
+        return self._write(rows, to[:, None], counts)
+
+    def _write(self, rows: Array, to: Array, counts: Array) -> Array:
+        return backends.exchange()(
+            *(rows, to, counts), axis_name=self.axis, ranks=self.ranks, capacity=self.rows
+        )
 
 
 class LowLatency(AllToAll):
@@ -285,4 +313,5 @@ DISPATCHERS = {
     "all_to_all": AllToAll,
     "low_latency": LowLatency,
     "expanded": Expanded,
+    "one_sided": OneSided,
 }
