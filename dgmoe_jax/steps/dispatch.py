@@ -46,6 +46,10 @@ class Wire:
             -(-(scales + self.gated + 2 * self.top_k) // block) * block,
         )
 
+    @property
+    def row_bytes(self) -> int:
+        return self.width * jnp.dtype(self.fmt.dtype).itemsize + 4 * self._fields[-1]
+
     def pack(self, tokens: Arrived) -> Array:
         """Tokens in bf16 -> [T, W] in `fmt`."""
         x, parts = tokens.x, []

@@ -1,0 +1,294 @@
+"""Times the layer over several GPUs, and its dispatch and combine alone: checks, then writes JSONL.
+
+python scripts/bench_parallel.py                    # the GPUs of this process
+python scripts/bench_parallel.py --shape tiny --devices 2 --tokens 8    # on a CPU, to try it out
+python scripts/bench_parallel.py --processes 2      # a process for each GPU
+
+Tokens are split over all GPUs, and so are experts ("ep") or every expert's columns ("tp").
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if "--devices" in sys.argv:
+    count = sys.argv[sys.argv.index("--devices") + 1]
+    flag = f"--xla_force_host_platform_device_count={count}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+
+import _bench
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from bench_layer import SHAPES, random_params
+from dgmoe_jax.parallel import Ranks
+from dgmoe_jax.recipes import padded
+from dgmoe_jax.steps import dispatch as steps
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+import dgmoe_jax as dg
+
+LINK = 450e9
+"""Bytes a second and direction, an H200's NVLink."""
+MOST_ERROR = 0.02
+"""Beside one GPU, where sums are rounded in another order and tiles may differ."""
+COLUMNS = {
+    "bench": "what",
+    **dict.fromkeys(("dispatch", "split", "chunks"), ""),
+    "T": "T a GPU",
+    "us": "us",
+    "bytes_per_s": "bytes/s",
+    "one_gpu_us": "one GPU",
+    "speedup": "speed-up",
+    "error": "error",
+    "same_bits": "same bits",
+    "failed": "failed",
+}
+COLUMNS |= {name: name for name, title in COLUMNS.items() if not title}
+AXIS = "gpus"
+BY_TOKEN = PartitionSpec(AXIS)
+
+
+def put(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    """An array that every process has, split over all GPUs."""
+    sharding = NamedSharding(mesh, BY_TOKEN)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__, dtype=x.dtype)
+
+
+def mine(y: jax.Array) -> np.ndarray:
+    """This process's rows of an array that is split over all GPUs."""
+    shards = sorted(y.addressable_shards, key=lambda s: s.index[0].start or 0)
+    return np.concatenate([np.asarray(s.data) for s in shards])
+
+
+def layers(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel) -> Callable:
+    """Several layers in one program, each with tokens of its own."""
+
+    def run(xs, params):
+        return [dg.sharded_moe_layer(x, params, cfg, mesh, parallel) for x in xs]
+
+    return jax.jit(run)
+
+
+def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.MoEParams):
+    """Dispatch and combine of several layers in one program, without the experts between: what
+    arrives stands for nothing, and rows that nobody computed go back."""
+    weights = params.experts.w13.format
+    fmt = dg.recipes.run_of(cfg.recipe, weights).operands.activations
+    top_k, width = cfg.router.top_k, padded(cfg.hidden_size)
+    backend = dg.plan(cfg, 1).backend
+
+    def local(xs, ids, weight):
+        ranks = Ranks.of(cfg, parallel, weights)
+        out = []
+        for x, topk_ids in zip(xs, ids, strict=True):
+            tokens = dg.types.Arrived(x, None, topk_ids, weight, None)
+            wire = steps.Wire(fmt, width, top_k, False, backend)
+            d = ranks.dispatcher(len(x), top_k, True, backend)
+            arrived, back = d.send(wire, tokens, wire.pack(tokens))
+            count = arrived.topk_ids.shape[0]
+            row = jnp.arange(count, dtype=jnp.int32)[:, None]
+            src2dst = jnp.where(arrived.topk_ids >= 0, row, -1)
+            # Depends on what arrived, so that it cannot be left out.
+            rows = jnp.broadcast_to(
+                arrived.topk_weights[:, :1].astype(jnp.bfloat16), (count, width)
+            )
+            out.append(d.bring_back(rows, src2dst, arrived, back, tokens, None, 1.0))
+        return out
+
+    specs = (BY_TOKEN, BY_TOKEN, BY_TOKEN)
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=BY_TOKEN, check_vma=False)
+    )
+
+
+def remote_rows(dispatch: str, ids: np.ndarray, ranks: int, experts: int) -> tuple[int, int]:
+    """Rows that cross to or from the busiest GPU: on the way in, and on the way back. Those that
+    must, whatever is sent beside them."""
+    owner = ids.reshape(ranks, -1, ids.shape[1]) // -(-experts // ranks)
+    by_slot = (owner[..., None] == np.arange(ranks)).sum(2)  # [from, token, to]
+    by_token = np.minimum(by_slot, 1)
+    into = by_slot if dispatch == "expanded" else by_token
+    back = by_slot if dispatch in ("expanded", "low_latency") else by_token
+
+    def busiest(rows):
+        rows = rows.sum(1) * ~np.eye(ranks, dtype=bool)
+        return int(max(rows.sum(0).max(), rows.sum(1).max()))
+
+    return busiest(into), busiest(back)
+
+
+class Run:
+    """One shape on all GPUs: compiled side by side, checked, timed, and written down."""
+
+    def __init__(self, shape: str, recipe: str, sizes: list[int], out: Path):
+        s = self.shape = SHAPES[shape]
+        self.cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe)
+        self.gpus, self.out = len(jax.devices()), out
+        self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
+        self.params = random_params(self.cfg, jax.random.key(0))
+        self.head = _bench.environment() | {"gpus": self.gpus, "processes": jax.process_count()}
+        self.head |= {"shape": shape, "E": s.E, "k": s.k, "H": s.H, "I": s.I, "recipe": recipe}
+        self.start, self.console = time.monotonic(), Console(width=180)
+        self.first = jax.process_index() == 0
+        self.table = Table(*COLUMNS.values())
+        rng = np.random.default_rng(0)
+        self.xs, self.ids, self.wanted, self.single, self.jobs = {}, {}, {}, {}, []
+        self.pool, self.sharded, self.failed = ThreadPoolExecutor(8), {}, 0
+        for t in sizes:
+            shape = (8 if t <= 1024 else 4, self.gpus * t, s.H)
+            self.xs[t] = rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
+            ids = np.tile(np.arange(s.E, dtype=np.int32), (self.gpus * t, 1))
+            self.ids[t] = np.ascontiguousarray(rng.permuted(ids, axis=1)[:, : s.k])
+
+    def note(self, text: str) -> None:
+        if self.first:
+            seconds = time.monotonic() - self.start
+            self.console.print(f"{seconds:4.0f} s {text}", style="dim", highlight=False)
+
+    def one_gpu(self, timed: bool) -> None:
+        """The results to compare with, and the same tokens' time on one GPU."""
+        run = jax.jit(lambda xs, params: [dg.moe_layer(x, params, self.cfg) for x in xs])
+        for t, xs in self.xs.items():
+            here = [jax.device_put(x, jax.local_devices()[0]) for x in xs]
+            self.wanted[t] = np.asarray(run(here, self.params)[0])
+            if timed:
+                us = _bench.median_us(functools.partial(run, here, self.params), repeats=10)
+                self.single[t] = us / len(xs)
+                self.note(f"one GPU, {self.gpus} x {t} tokens: {self.single[t]:.1f} us a layer")
+
+    def add(self, dispatch: str, axis: str, chunks: int, *, alone: bool, whole: bool) -> None:
+        """Start to compile."""
+        parallel = dg.Parallel(**{axis: AXIS}, dp=AXIS, dispatch=dispatch, chunks=chunks)
+        if axis not in self.sharded:
+            self.sharded[axis] = dg.shard_params(self.params, self.cfg, self.mesh, parallel)
+            self.note(f"params over {axis}")
+        params = self.sharded[axis]
+        for t, xs in self.xs.items():
+            args = [put(self.mesh, x) for x in xs]
+            key = {"dispatch": dispatch, "split": axis, "chunks": chunks, "T": t}
+            if whole:
+                lowered = layers(self.cfg, self.mesh, parallel).lower(args, params)
+                self.jobs.append(("layer", key, self.pool.submit(lowered.compile), (args, params)))
+            if alone and dispatch != "standard" and chunks == 1:
+                ids = self.ids[t]
+                weights = put(self.mesh, np.full(ids.shape, 1 / self.shape.k, np.float32))
+                given = args, [put(self.mesh, ids)] * len(args), weights
+                lowered = exchanges(self.cfg, self.mesh, parallel, params).lower(*given)
+                self.jobs.append(("dispatch", key, self.pool.submit(lowered.compile), given))
+
+    def finish(self) -> None:
+        self.params = None
+        while self.jobs:
+            what, key, job, args = self.jobs.pop(0)
+            record = {"bench": what, **self.head, **key}
+            try:
+                record |= self.measured(what, key, job.result(), args)
+            except Exception as problem:
+                self.failed += 1
+                record["failed"] = f"{type(problem).__name__}: {problem}"[:500]
+            if self.first:
+                _bench.append(self.out, record)
+                cells = {column: record.get(column) for column in COLUMNS}
+                self.note(
+                    " ".join(
+                        f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
+                        for k, v in cells.items()
+                        if v is not None
+                    )
+                )
+                self.table.add_row(*(cell(v) for v in cells.values()))
+        if self.first:
+            self.console.print(self.table)
+
+    def measured(self, what: str, key: dict, run: Callable, args: tuple) -> dict:
+        t, y, found = key["T"], run(*args), {}
+        if what == "layer":
+            part, rows = mine(y[0]).astype(np.float32), self.gpus * t // jax.process_count()
+            want = self.wanted[t][jax.process_index() * rows :][:rows].astype(np.float32)
+            found["error"] = float(np.linalg.norm(part - want) / np.linalg.norm(want))
+            found["same_bits"] = bool((part == want).all())
+            if found["error"] > MOST_ERROR:
+                raise ValueError(f"error {found['error']} beside one GPU, not timed")
+        del y
+        us = _bench.median_us(functools.partial(run, *args), repeats=10) / len(self.xs[t])
+        found["us"] = us
+        if what == "layer":
+            if t in self.single:
+                found |= {"one_gpu_us": self.single[t], "speedup": self.single[t] / us}
+            return found
+        weights = self.sharded[key["split"]].experts.w13.format
+        fmt = dg.recipes.run_of(self.cfg.recipe, weights).operands.activations
+        wire = steps.Wire(fmt, padded(self.shape.H), self.shape.k, False, "xla").row_bytes
+        there, back = remote_rows(key["dispatch"], self.ids[t], self.gpus, self.shape.E)
+        found |= {"bytes_in": there * wire, "bytes_back": back * 2 * padded(self.shape.H)}
+        rate = (found["bytes_in"] + found["bytes_back"]) / us * 1e6
+        return found | {"bytes_per_s": rate, "link_share": rate / LINK}
+
+
+def cell(value: object) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def start_processes(count: int) -> int:
+    """This command in a process for each GPU; the worst of their exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    given = [word for word in sys.argv[1:] if word not in ("--processes", str(count))]
+    commands = [
+        [sys.executable, __file__, *given, "--worker", f"{address},{count},{i}"]
+        for i in range(count)
+    ]
+    return max(abs(p.wait()) for p in [subprocess.Popen(command) for command in commands])
+
+
+def main(
+    shape: str = "deepseek_v3",
+    tokens: str = "1,16,128,1024,8192",
+    dispatch: str = "all_to_all,low_latency,expanded,one_sided,standard",
+    split: str = "ep",
+    chunks: str = "1",
+    recipe: str = "fp8_block",
+    alone: bool = True,
+    whole: bool = True,
+    devices: int = typer.Option(0, help="on a CPU: so many devices"),
+    processes: int = typer.Option(0, help="so many processes, a GPU for each"),
+    worker: str = typer.Option("", hidden=True),
+    out: Path = Path("bench/parallel.jsonl"),
+) -> None:
+    """Every (tokens a GPU, dispatch, split): a line for the exchange alone, one for the layer.
+
+    The layer is compared with one GPU's, which has all experts and all tokens.
+    """
+    if processes:
+        raise typer.Exit(start_processes(processes))
+    if worker:
+        address, count, number = worker.split(",")
+        jax.distributed.initialize(address, int(count), int(number), local_device_ids=[int(number)])
+    run = Run(shape, recipe, [int(t) for t in tokens.split(",")], out)
+    run.one_gpu(timed=whole and run.first)
+    for axis, way, pieces in itertools.product(
+        split.split(","), dispatch.split(","), map(int, chunks.split(","))
+    ):
+        if axis == "ep" or way == "standard":
+            run.add(way, axis, pieces, alone=alone, whole=whole)
+    run.finish()
+    raise typer.Exit(min(run.failed, 1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
