@@ -32,14 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from bench_layer import SHAPES, random_params
-from dgmoe_jax.parallel import Ranks
-from dgmoe_jax.recipes import padded
-from dgmoe_jax.steps import dispatch as steps
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
 import dgmoe_jax as dg
+from dgmoe_jax.parallel import Ranks
+from dgmoe_jax.recipes import padded
+from dgmoe_jax.steps import dispatch as steps
 
 LINK = 450e9
 """Bytes a second and direction, an H200's NVLink."""
@@ -99,13 +99,10 @@ def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.M
             wire = steps.Wire(fmt, width, top_k, False, backend)
             d = ranks.dispatcher(len(x), top_k, True, backend)
             arrived, back = d.send(wire, tokens, wire.pack(tokens))
-            count = arrived.topk_ids.shape[0]
-            row = jnp.arange(count, dtype=jnp.int32)[:, None]
+            # Which rows go back depends on what arrived, so that nothing can be left out.
+            row = jnp.arange(len(arrived.topk_ids), dtype=jnp.int32)[:, None]
             src2dst = jnp.where(arrived.topk_ids >= 0, row, -1)
-            # Depends on what arrived, so that it cannot be left out.
-            rows = jnp.broadcast_to(
-                arrived.topk_weights[:, :1].astype(jnp.bfloat16), (count, width)
-            )
+            rows = jnp.broadcast_to(xs[0][:1], (len(row), width))
             out.append(d.bring_back(rows, src2dst, arrived, back, tokens, None, 1.0))
         return out
 
