@@ -61,7 +61,14 @@ class WarmupReport:
         )
 
 
-def gemms(cfg: MoEConfig, token_counts: Iterable[int], *, arch: str | None = None) -> list[Gemm]:
+def gemms(
+    cfg: MoEConfig,
+    token_counts: Iterable[int],
+    *,
+    arch: str | None = None,
+    ep_size: int = 1,
+    tp_size: int = 1,
+) -> list[Gemm]:
     """DeepGEMM's GEMMs for all these numbers of tokens, sorted; a pure function once `arch` is.
 
     Where the plan may choose slabs, both layouts: it falls back to the contiguous one when little
@@ -70,10 +77,11 @@ def gemms(cfg: MoEConfig, token_counts: Iterable[int], *, arch: str | None = Non
     Raises: as `plan`.
     """
     cfg, arch, found = cfg.as_grouped(), arch or backends.current_arch(), set()
+    experts, inner = -(-cfg.num_experts // ep_size), -(-cfg.intermediate_size // tp_size)
     for num_tokens in sorted(set(token_counts)):
-        for decision in _plans(cfg, num_tokens, arch):
+        for decision in _plans(cfg, num_tokens, arch, ep_size, tp_size):
             recipe = RUNS_ON[cfg.recipe][target(arch, cfg.backend)].operands.name
-            blocks = [(decision, cfg.num_experts, cfg.intermediate_size)]
+            blocks = [(decision, experts, inner)]
             if cfg.num_shared_experts:
                 inner = cfg.num_shared_experts * cfg.intermediate_size
                 blocks.append((dense(decision, num_tokens, cfg.recipe), 1, inner))
@@ -86,13 +94,16 @@ def gemms(cfg: MoEConfig, token_counts: Iterable[int], *, arch: str | None = Non
     return sorted(found)
 
 
-def _plans(cfg: MoEConfig, num_tokens: int, arch: str) -> Iterator[Plan]:
-    decision = plan(cfg, num_tokens, arch=arch, free_bytes=ANY_MEMORY)
+def _plans(
+    cfg: MoEConfig, num_tokens: int, arch: str, ep_size: int, tp_size: int
+) -> Iterator[Plan]:
+    split = dict(arch=arch, ep_size=ep_size, tp_size=tp_size)
+    decision = plan(cfg, num_tokens, **split, free_bytes=ANY_MEMORY)
     if decision.backend != "deep_gemm" or num_tokens == 0:
         return
     yield decision
     if cfg.layout == "auto" and decision.layout == "masked":
-        yield plan(cfg, num_tokens, arch=arch)
+        yield plan(cfg, num_tokens, **split)
 
 
 def warmup(
@@ -100,6 +111,8 @@ def warmup(
     token_counts: Iterable[int],
     *,
     arch: str | None = None,
+    ep_size: int = 1,
+    tp_size: int = 1,
     cache_dir: str | os.PathLike | None = None,
     processes: int | None = None,
     progress: bool = True,
@@ -113,9 +126,12 @@ def warmup(
 
     Args:
       cfg: the layer.
-      token_counts: numbers of tokens, in any order.
+      token_counts: numbers of tokens, in any order; of all ranks together where several share the
+        experts.
       arch: what to plan for ("sm90", ...); None asks the default device. Kernels are compiled
         where they run, so it must be that device's.
+      ep_size, tp_size: as in `plan`, for a rank of a layer whose experts are split; its shared
+        experts are taken for whole ones (`Parallel(shared="replicated")`).
       cache_dir: where all goes, made if missing; None: DGMOE_JAX_CACHE_DIR, DG_JIT_CACHE_DIR or
         the defaults. Sets the first two for this process and its children; others that are to use
         what lies there set DGMOE_JAX_CACHE_DIR. It serves any machine with the same model of
@@ -138,7 +154,8 @@ def warmup(
     if processes is not None and processes < 1:
         raise ValueError(f"processes={processes}: must be at least 1")
     here = backends.current_arch()
-    needed = gemms(cfg, token_counts, arch=arch or here)
+    split = dict(ep_size=ep_size, tp_size=tp_size)
+    needed = gemms(cfg, token_counts, arch=arch or here, **split)
     if cache_dir is not None:
         cache_dir = Path(cache_dir).absolute()
         os.environ["DGMOE_JAX_CACHE_DIR"] = str(cache_dir)

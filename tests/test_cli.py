@@ -96,6 +96,12 @@ def test_where_the_plan_may_fall_back_for_want_of_memory_both_layouts_are_listed
     assert {g.layout for g in gemms(cfg, [4096], arch="sm90")} == {"masked"}
 
 
+def test_a_rank_of_several_needs_its_part_of_the_experts():
+    cfg = dataclasses.replace(V3, num_shared_experts=0, backend="deep_gemm")
+    found = gemms(cfg, [4096], arch="sm90", ep_size=8, tp_size=2)
+    assert {(g.groups, g.n, g.k) for g in found} == {(32, 2048, 7168), (32, 7168, 1024)}
+
+
 def test_sizes_are_padded_as_the_layer_pads_them():
     cfg = dg.MoEConfig(8, 200, 130, dg.RouterConfig(top_k=2), backend="deep_gemm")
     assert {(g.n, g.k) for g in gemms(cfg, [16], arch="sm90")} == {(512, 256), (256, 256)}
