@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,8 @@ ALIGNMENT = {"cpu": 64, "cuda": 16}
 """Bytes: XLA on a CPU copies what is aligned to less, and on a GPU refuses to run on it."""
 
 _TRIED = ("0.10.2", "0.11.2")
-"""Versions of jaxlib whose function below `jnp.from_dlpack` is called, which takes some 20 us less;
-other versions take the public way."""
+"""Versions of jaxlib whose functions below `jnp.from_dlpack` and `__dlpack__` are called, for some
+20 us less; other versions take the public way."""
 
 _DLPACK_KIND = {"cpu": 1, "cuda": 2}
 
@@ -73,11 +74,6 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
     check_memory("tensor", tensor)
     if tensor.requires_grad:
         raise ValueError("tensor: requires grad, which ends here; pass tensor.detach()")
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "tensor: the current stream is being captured into a CUDA graph, which JAX's work"
-            " cannot enter; capture what lies before and after it"
-        )
     why_not = _why_not_shared(tensor)
     if why_not and not copy:
         raise ValueError(f"tensor: {why_not}; copy=True copies it")
@@ -116,7 +112,14 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
     (device,) = array.devices()
     if device.platform == "cpu":  # jaxlib 0.10 waits by itself, which the protocol does not ask for
         array.block_until_ready()
-    tensor = torch.from_dlpack(array)
+    if device.platform == "gpu" and jaxlib.__version__ in _TRIED:
+        stream = torch.cuda.current_stream(device.local_hardware_id).cuda_stream
+        capsule = _jax.buffer_to_dlpack_managed_tensor(
+            array.addressable_data(0), stream=stream or 1
+        )
+        tensor = torch.utils.dlpack.from_dlpack(capsule)
+    else:
+        tensor = torch.from_dlpack(array)
     if tensor.is_cuda:
         weakref.finalize(tensor.untyped_storage(), _drop, array, tensor.device).atexit = False
         while _dropped and _dropped[0][0].query():
@@ -143,12 +146,29 @@ def share(tensor: torch.Tensor) -> jax.Array:
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         with torch.cuda.device(tensor.device):  # whose current stream is the one meant
             return share(tensor)
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "tensor: the current stream is being captured into a CUDA graph, which JAX's work"
+            " cannot enter; capture what lies before and after it"
+        )
     if jaxlib.__version__ not in _TRIED:
         return jnp.from_dlpack(tensor)
-    device, kind = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type]
-    stream = device.get_stream_for_external_ready_events() if tensor.is_cuda else None
-    capsule = tensor.__dlpack__(stream=stream)
+    device, kind, stream = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type], None
+    if tensor.is_cuda:
+        stream = device.get_stream_for_external_ready_events()
+        waiting, event = _waiting(tensor.device, stream, threading.get_ident())
+        event.record()
+        waiting.wait_event(event)
+    capsule = torch.utils.dlpack.to_dlpack(tensor)
     return _jax.dlpack_managed_tensor_to_buffer(capsule, device, stream, None, kind)
+
+
+@functools.lru_cache(64)
+def _waiting(device: torch.device, stream: int, thread: int) -> tuple[Any, Any]:
+    """JAX's stream as torch sees it, and an event of the thread's own to make it wait with."""
+    import torch
+
+    return torch.cuda.ExternalStream(stream, device), torch.cuda.Event()
 
 
 @functools.cache

@@ -206,8 +206,8 @@ class TorchMoE(torch.nn.Module):
         return str(self.cfg)
 
     def _given(self, x: torch.Tensor, token_ids: torch.Tensor | None) -> tuple:
-        ids = None if token_ids is None else dlpack.to_jax(dlpack.shareable(token_ids))
-        return dlpack.to_jax(dlpack.shareable(x.detach())), self.params, ids
+        ids = None if token_ids is None else dlpack.share(dlpack.shareable(token_ids))
+        return dlpack.share(dlpack.shareable(x.detach())), self.params, ids
 
     def _run(self, x: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
         return dlpack.to_torch(_layer(*self._given(x, token_ids), cfg=self.cfg))
