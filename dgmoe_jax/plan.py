@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dgmoe_jax import backends, checks, layouts
 from dgmoe_jax.config import BACKENDS, MoEConfig
-from dgmoe_jax.recipes import READS, RUNS_ON, TILE, Recipe, padded, target
+from dgmoe_jax.recipes import READS, TILE, Recipe, padded, run_on
 
 PALLAS_TO_ROWS, PALLAS_TO_HIDDEN = 96, 4096
 """Where `backend="auto"` takes our grouped GEMM on an H200: up to so many rows expected per expert,
@@ -134,7 +134,7 @@ def plan(
     checks.arch(arch)
     expected_rows = num_tokens * top_k / cfg.num_experts
     backend, reason = _backend(cfg, arch, expected_rows, asked)
-    run = RUNS_ON[cfg.recipe][target(arch, cfg.backend)]
+    run = run_on(cfg.recipe, arch, cfg.backend)
 
     def laid_out(layout: str) -> Plan:
         return _laid_out(cfg, run.operands, num_tokens, top_k, layout, backend, distinct_ids)

@@ -437,7 +437,10 @@ def test_plan_says_by_which_path_a_recipe_runs():
     assert "2.4 to 2.8 %" in whys["mxfp8", "sm90"]
     assert "never run" in whys["mxfp4", "sm100"] and "natively" in whys["mxfp4", "cpu"]
     # A GPU backend that is named on a CPU is lowered, or emulated, for Hopper.
-    assert "since sm90" in dg.plan(config("mxfp4", backend="pallas"), 16, arch="cpu").why
+    for arch, backend in itertools.product(("cpu", "sm90"), ("pallas", "deep_gemm")):
+        why = dg.plan(config("mxfp4", backend=backend), 16, arch=arch).why
+        assert ("since sm90" in why) == (backend == "deep_gemm")
+        assert ("FP4 weights that the GEMM widens" in why) == (backend == "pallas")
 
 
 def test_every_backend_reads_what_some_architecture_stores():
