@@ -522,7 +522,7 @@ def _chunks(sums: list[Array], most: int) -> list[tuple[int, Array]]:
 
 def _parts(width: int, halves: int, narrow: bool) -> list[tuple[int, int]]:
     """(start, size) of the parts of `width` tokens that FP8 multiplies one after the other, for the
-    sums, one product and its scales to fit a thread's registers, and `narrow`, FP4's, the weights."""
+    sums, one product and its scales to fit a thread's registers, and FP4's weights (`narrow`)."""
     if width <= ((128, 64) if narrow else (160, 128))[halves - 1]:
         return [(0, width)]
     first = -(-width // 32) * 16
