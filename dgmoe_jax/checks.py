@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from dgmoe_jax import layouts
-from dgmoe_jax.recipes import BESIDE, READS, RUNS_ON, is_read_by, padded, run_of
+from dgmoe_jax.recipes import BESIDE, READS, is_read_by, padded, run_of, runs_of
 
 
 def count(name: str, value: int, least: int) -> int:
@@ -105,7 +105,7 @@ def params(params, cfg, part=None) -> None:
     (`parallel.Share`): they are one rank's."""
     hidden, fmt = padded(cfg.hidden_size), params.experts.w13.format
     if run_of(cfg.recipe, fmt) is None:
-        known = sorted({run.operands.weights.name for run in RUNS_ON[cfg.recipe].values()})
+        known = sorted({run.operands.weights.name for run in runs_of(cfg.recipe)})
         raise ValueError(
             f"params.experts.w13: format {fmt.name!r}, must be {' or '.join(map(repr, known))} for"
             f" recipe={cfg.recipe!r}"
@@ -139,7 +139,7 @@ def params(params, cfg, part=None) -> None:
                     f"{where}: format {weight.format.name!r}, must be {fmt.name!r} for"
                     f" recipe={cfg.recipe!r}"
                 )
-            shape(where, weight.values, (num_experts, n, k // fmt.packed))
+            shape(where, weight.values, (num_experts, *fmt.values_shape(n, k)))
             dtype(where, weight.values, (fmt.dtype,))
             if fmt.group is not None:
                 scales = (num_experts, *fmt.scales_shape(n, k))
@@ -158,6 +158,7 @@ def readable(params, cfg, backend: str) -> None:
         raise NotImplementedError(
             f"backend={backend!r} does not read params' {fmt.name!r} weights with {scales} scales;"
             f" prepare_params(raw, cfg, arch=...) lays them out for it with one of {READS[backend]}"
+            f" and cfg.backend={backend!r}"
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dgmoe_jax import backends, checks, layouts
 from dgmoe_jax.config import BACKENDS, MoEConfig
-from dgmoe_jax.recipes import READS, RUNS_ON, TILE, Recipe, padded, target
+from dgmoe_jax.recipes import READS, TILE, Recipe, padded, run_on
 
 PALLAS_TO_ROWS, PALLAS_TO_HIDDEN = 96, 4096
 """Where `backend="auto"` takes our grouped GEMM on an H200: up to so many rows expected per expert,
@@ -201,7 +201,7 @@ def decide(
     arch = backends.current_arch() if asked else arch
     checks.arch(arch)
     backend, reason = _backend(cfg, arch, most.expected, asked)
-    run = RUNS_ON[cfg.recipe][target(arch, cfg.backend)]
+    run = run_on(cfg.recipe, arch, cfg.backend)
 
     def laid_out(layout: str) -> Plan:
         found = _laid_out(cfg, run.operands, most, experts, inner, layout, backend)

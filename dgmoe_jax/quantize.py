@@ -33,6 +33,8 @@ def quantize(x: Array, spec: str | Format, *, ue8m0: bool | None = None) -> Scal
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: dtype {x.dtype}, must be a float")
+    if fmt.tile is not None:
+        raise ValueError(f"spec={fmt.name!r}: made from mxfp4_1x32 by prepare_params, not from x")
     if fmt.group is None:
         return Scaled(x.astype(fmt.dtype), None, fmt)
     if x.ndim < (1 if fmt.group[0] == 1 else 2) or x.shape[-1] % fmt.packed:

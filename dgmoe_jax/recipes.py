@@ -21,6 +21,8 @@ class Format:
     packed: values stored in one element of `dtype` along K.
     packed_scales: every row's scales are stored as SM100's kernels read them: UE8M0 exponents, four
             along K in an int32, MN-major (`dgmoe_jax.interop.scales`).
+    tile:   (rows, columns, *shape) where tiles of so many values are stored as arrays of `shape`,
+            in an order of their own.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Format:
     ue8m0: bool = False
     packed: int = 1
     packed_scales: bool = False
+    tile: tuple[int, ...] | None = None
 
     @property
     def shares(self) -> tuple[int, int] | None:
@@ -51,6 +54,13 @@ class Format:
         groups = -(-k // self.group[1])
         return -(-groups // 4) if self.packed_scales else groups
 
+    def values_shape(self, n: int, k: int) -> tuple[int, ...]:
+        """Of [n, k] values, as they are stored."""
+        if self.tile is None:
+            return n, k // self.packed
+        rows, columns, *shape = self.tile
+        return n // rows, k // columns, *shape
+
     def scales_shape(self, n: int, k: int) -> tuple[int, int]:
         """Of the scales of [n, k] values; k counts values, not the elements they are packed in."""
         rows, columns = self.shares
@@ -64,6 +74,8 @@ FP8_1X128 = Format("fp8_1x128", "float8_e4m3fn", (1, 128), 448.0)
 FP8_128X128 = Format("fp8_128x128", "float8_e4m3fn", (128, 128), 448.0)
 MXFP8_1X32 = Format("mxfp8_1x32", "float8_e4m3fn", (1, 32), 448.0, ue8m0=True)
 MXFP4_1X32 = Format("mxfp4_1x32", "uint8", (1, 32), 6.0, ue8m0=True, packed=2)
+# As our own GEMM reads it (`kernels_pallas.fp4`): scales of 32 are beside those of their block.
+MXFP4_TILES = Format("mxfp4_tiles", "int32", (128, 128), ue8m0=True, tile=(64, 128, 17, 64))
 
 FORMATS = {f.name: f for f in (BF16, FP8_1X128, FP8_128X128, MXFP8_1X32, MXFP4_1X32)}
 
@@ -145,6 +157,15 @@ RUNS_ON["mxfp4"]["sm90"] = Run(
     " the scales of a 128 x 128 block span at most 2^14",
 )
 
+BY_BACKEND = {
+    ("mxfp4", "sm90", "pallas"): Run(
+        Recipe("mxfp4", FP8_1X128, MXFP4_TILES),
+        "as FP4 weights that the GEMM widens to FP8 in registers, lossless where the scales of a"
+        " 128 x 128 block span at most 2^14",
+    )
+}
+"""(recipe, architecture, backend named in the config) -> how it runs there instead."""
+
 BESIDE = {"mxfp4": "fp8_block"}
 """Recipe -> another that its shared experts may be stored in: DeepSeek-V4's FP8 beside FP4."""
 
@@ -166,15 +187,29 @@ def target(arch: str, backend: str) -> str:
     return arch if arch in RUNS_ON["bf16"] else "gpu"
 
 
+def run_on(recipe: str, arch: str, backend: str) -> Run:
+    """How `recipe` runs on `arch` where the config names `backend`."""
+    arch = target(arch, backend)
+    return BY_BACKEND.get((recipe, arch, backend), RUNS_ON[recipe][arch])
+
+
+def runs_of(recipe: str) -> list[Run]:
+    """All ways to run `recipe`."""
+    special = [run for (name, *_), run in BY_BACKEND.items() if name == recipe]
+    return [*RUNS_ON[recipe].values(), *special]
+
+
 def run_of(recipe: str, weights: Format) -> Run | None:
     """The way to run `recipe` whose weights are stored so; None: there is none."""
-    runs = RUNS_ON[recipe].values()
-    return next((run for run in runs if run.operands.weights == weights), None)
+    return next((run for run in runs_of(recipe) if run.operands.weights == weights), None)
 
 
 def is_read_by(backend: str, recipe: str, weights: Format) -> bool:
-    """Whether `backend`'s GEMM reads weights that are stored so."""
-    return any(RUNS_ON[recipe][arch].operands.weights == weights for arch in READS[backend])
+    """Whether `backend`'s GEMM reads weights that are stored so; "xla" reads all."""
+    if backend == "xla":
+        return run_of(recipe, weights) is not None
+    runs = (run_on(recipe, arch, by) for arch in READS[backend] for by in (backend, "auto"))
+    return any(run.operands.weights == weights for run in runs)
 
 
 TILE = 128

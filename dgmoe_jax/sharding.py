@@ -46,8 +46,9 @@ def shard_params(params: MoEParams, cfg: MoEConfig, mesh: Mesh, parallel: Parall
                 _put, slots=slots, ep=ep, tp=tp, ranks=ranks, mesh=mesh, parts=parts
             )
             fmt = operand.format
-            columns = ranks * inner if rows else ranks * inner // fmt.packed
-            values = put(operand.values, axis=1 if rows else 2, size=columns)
+            # In what is stored: rows, bytes of FP4, or whole tiles.
+            stored = fmt.values_shape(ranks * inner, ranks * inner)
+            values = put(operand.values, axis=1 if rows else 2, size=stored[0 if rows else 1])
             if operand.scales is None:
                 return Scaled(values, None, fmt)
             # Packed scales lie across: their rows are K's, four groups in a word.
@@ -86,13 +87,13 @@ def _put(
     old, new = x.shape[axis] // parts, size // ranks
     shape = [len(slots), *x.shape[1:]]
     shape[axis] = parts * size
-    spec = [ep, None, None]
+    spec = [ep, *[None] * (x.ndim - 1)]
     spec[axis] = tp or None
 
     def piece(index) -> np.ndarray:
         first, last, _ = index[0].indices(len(slots))
         rank = index[axis].indices(parts * size)[0] // (parts * new)
-        cut = [slice(None)] * 3
+        cut = [slice(None)] * x.ndim
         out_shape = [last - first, *shape[1:]]
         out_shape[axis] = parts * new
         out = np.zeros(out_shape, x.dtype)

@@ -13,7 +13,7 @@ from dgmoe_jax import backends
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Plan, dense, plan
 from dgmoe_jax.progress import bar
-from dgmoe_jax.recipes import RUNS_ON, padded, target
+from dgmoe_jax.recipes import padded, run_on
 
 ANY_MEMORY = 2**62  # bytes free: slabs wherever they gain something
 
@@ -80,7 +80,7 @@ def gemms(
     experts, inner = -(-cfg.num_experts // ep_size), -(-cfg.intermediate_size // tp_size)
     for num_tokens in sorted(set(token_counts)):
         for decision in _plans(cfg, num_tokens, arch, ep_size, tp_size):
-            recipe = RUNS_ON[cfg.recipe][target(arch, cfg.backend)].operands.name
+            recipe = run_on(cfg.recipe, arch, cfg.backend).operands.name
             blocks = [(decision, experts, inner)]
             if cfg.num_shared_experts:
                 inner = cfg.num_shared_experts * cfg.intermediate_size

@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from dgmoe_jax import checks
 from dgmoe_jax.interop.scales import unpack_ue8m0
+from dgmoe_jax.kernels_pallas import fp4
 from dgmoe_jax.layouts import num_tiles
 from dgmoe_jax.tracing import vary_alike
 
@@ -284,7 +285,8 @@ def spread(scales: Array, group: tuple[int, int], shape: tuple[int, ...]) -> Arr
 
 
 def decode(values: Array, scales: Array | None, shares: tuple[int, int] | None) -> Array:
-    """values [.., N, K] (uint8: FP4, [.., N, K / 2]) times their scales -> [.., N, K] f32.
+    """values [.., N, K] (uint8: FP4, [.., N, K / 2]; int32: FP4 in tiles, `kernels_pallas.fp4`)
+    times their scales -> [.., N, K] f32.
 
     scales: f32, one for `shares` (rows, columns) of values; or int32, packed UE8M0, one for each
     row and `shares[1]` columns; or None.
@@ -293,6 +295,8 @@ def decode(values: Array, scales: Array | None, shares: tuple[int, int] | None) 
         nibbles = jnp.stack([values & 0xF, values >> 4], axis=-1)
         nibbles = nibbles.reshape(*values.shape[:-1], 2 * values.shape[-1])
         values = lax.bitcast_convert_type(nibbles.astype(jnp.uint4), jnp.float4_e2m1fn)
+    elif values.dtype == jnp.int32:
+        values = fp4.widen(values)
     values = values.astype(F32)
     if scales is None:
         return values
@@ -387,7 +391,8 @@ def act_quant(
 
 
 def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize])
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return lax.bitcast_convert_type(x, bits)
 
 
 def gemm(
@@ -409,14 +414,14 @@ def gemm(
     """a [M, K] x b [E, N, K] -> [M, N] bf16; a tile's rows use its expert's b, f32 accumulation.
 
     recipe_a, recipe_b: (rows, columns) that share a scale, where there are scales: f32 ones, or
-    int32, packed UE8M0. b in uint8 is FP4.
+    int32, packed UE8M0. b in uint8 is FP4, in int32 FP4 in tiles.
 
     A loop over `tiles` that stops at the last real one; a tile's padding spills into rows that a
     later tile writes, or that nobody reads:
     `lax.ragged_dot` multiplies every row by every expert where it has no kernel of its own, and
     batched products copy an expert's weights once per tile.
     """
-    (num_rows, k), n = a.shape, b.shape[1]
+    (num_rows, k), n = a.shape, b.shape[1] * (fp4.ROWS if b.dtype == jnp.int32 else 1)
     tail = tile - alignment + -num_rows % alignment
     a = jnp.pad(a, ((0, tail), (0, 0)))
     if a_scales is not None:

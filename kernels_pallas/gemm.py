@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from . import grouped_gemm, grouped_gemm_wide
+from . import fp4, grouped_gemm, grouped_gemm_wide
 from ._common import BF16, F32, FP8, I32
 from .act_quant import ACTIVATIONS
 from .grouped_gemm import Fused
@@ -45,7 +45,8 @@ def gemm(
       a: [M, K] bf16, or float8_e4m3fn with scales; K % 128 == 0, M % alignment == 0.
       a_scales: [slabs * K / 128, S] f32, S = M / slabs rounded up to 4: row r, group g is
         at [r // (M / slabs) * K / 128 + g, r % (M / slabs)]. None for bf16.
-      b: [E, N, K] of a's dtype, N % 128 == 0.
+      b: [E, N, K] of a's dtype, N % 128 == 0; or, beside FP8 rows, FP4: int32
+        [E, N / 64, K / 128, 17, 64], as `fp4.pack` makes it.
       b_scales: [E, N / 128, K / 128] f32, one a 128 x 128 block. None for bf16.
       tiles: [3, n] int32: expert (-1 from the first column without one on), first row, a multiple
         of `alignment`, and number of live rows, 1 to `tile`.
@@ -60,7 +61,8 @@ def gemm(
       [M, N] bf16. Rows that no tile names are unspecified.
 
     FP8: each 128 of K is a product of its own in the tensor cores, then multiplied by both scales
-    and added in f32 registers (the scheme of DeepGEMM, bit for bit).
+    and added in f32 registers (the scheme of DeepGEMM, bit for bit). FP4 gives the bits of the FP8
+    weights that it is widened to (`fp4.widen`).
 
     Raises TypeError or ValueError for a dtype, shape or alignment that does not fit.
     """
@@ -112,7 +114,7 @@ def gemm_act_quant(
         raise ValueError(f"activation={activation!r}; known: {', '.join(ACTIVATIONS)}")
     _check_recipes(recipe_a, recipe_b)
     _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs)
-    if b.shape[1] % (2 * GROUP):
+    if _size_of(b)[1] % (2 * GROUP):
         raise ValueError(f"b is {b.shape}; it must be [E, 2I, K], I % {GROUP} == 0")
     fused = Fused(activation, tuple(params), group is not None, ue8m0, keep_fp32)
     operands = a, a_scales, b, b_scales, tiles
@@ -121,11 +123,12 @@ def gemm_act_quant(
 
 
 def _grouped(a, a_scales, b, b_scales, tiles, tile, fused, **keywords) -> tuple[Array, ...]:
-    n, operands = b.shape[1], (a, a_scales, b, b_scales, tiles)
-    if tile == grouped_gemm_wide.ROWS and n % grouped_gemm_wide.COLUMNS == 0:
+    narrow, operands = b.dtype == I32, (a, a_scales, b, b_scales, tiles)
+    n = _size_of(b)[1]
+    if tile == grouped_gemm_wide.ROWS and n % grouped_gemm_wide.COLUMNS == 0 and not narrow:
         config = grouped_gemm_wide.choose_config(n)
         return grouped_gemm_wide.grouped(*operands, config=config, fused=fused, **keywords)
-    config = grouped_gemm.choose_config(tile, n, fused=fused is not None)
+    config = grouped_gemm.choose_config(tile, n, fused=fused is not None, narrow=narrow)
     return grouped_gemm.grouped(*operands, config=config, fused=fused, **keywords)
 
 
@@ -149,6 +152,13 @@ def fuses(*, fp8: bool) -> bool:
     return fp8
 
 
+def _size_of(b: Array) -> tuple[int, int, int]:
+    """E, N, K."""
+    if b.ndim == 5:
+        return b.shape[0], b.shape[1] * fp4.ROWS, b.shape[2] * fp4.COLUMNS
+    return b.shape
+
+
 def _check_recipes(recipe_a, recipe_b) -> None:
     for name, given, known in (("a", recipe_a, (1, GROUP)), ("b", recipe_b, (GROUP, GROUP))):
         if given not in (None, known):
@@ -159,9 +169,11 @@ def _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs) -> None:
     if (a_scales is None) != (b_scales is None):
         raise ValueError("a_scales and b_scales must both be given (FP8) or both be None (bf16)")
     dtype = BF16 if a_scales is None else FP8
-    if a.ndim != 2 or b.ndim != 3 or a.shape[1] != b.shape[2]:
-        raise ValueError(f"a is {a.shape} and b {b.shape}; they must be [M, K] and [E, N, K]")
-    (m, k), (experts, n, _) = a.shape, b.shape
+    narrow = b.dtype == I32 and a_scales is not None
+    if a.ndim != 2 or b.ndim != (5 if narrow else 3) or a.shape[1] != _size_of(b)[2]:
+        what = "[E, N / 64, K / 128, 17, 64]" if narrow else "[E, N, K]"
+        raise ValueError(f"a is {a.shape} and b {b.shape}; they must be [M, K] and {what}")
+    (m, k), (experts, n, _) = a.shape, _size_of(b)
     if k == 0 or k % GROUP or n == 0 or n % GROUP or experts == 0:
         raise ValueError(
             f"E, N, K are {experts}, {n}, {k}; N and K must be positive multiples of {GROUP}"
@@ -176,7 +188,10 @@ def _check(a, a_scales, b, b_scales, tiles, alignment, tile, slabs) -> None:
             f"{m} rows in {slabs} slabs: a slab must be a multiple of alignment={alignment}"
         )
     _expect("a", a, dtype, (m, k))
-    _expect("b", b, dtype, (experts, n, k))
+    if narrow:
+        _expect("b", b, I32, (experts, n // fp4.ROWS, k // fp4.COLUMNS, *fp4.WORDS))
+    else:
+        _expect("b", b, dtype, (experts, n, k))
     _expect("tiles", tiles, I32, (3, tiles.shape[-1]))
     if a_scales is not None:
         _expect("a_scales", a_scales, F32, (slabs * k // GROUP, pl.cdiv(m // slabs, 4) * 4))

@@ -1,5 +1,9 @@
 """Grouped GEMM on Hopper's tensor cores, bf16 or FP8 with f32 scales, whatever the layout.
 
+Weights may be FP4 (`fp4`) beside FP8 tokens: WGMMA takes its first operand from registers, too, so
+that each warpgroup widens the 64 rows it has to FP8, whose products are then those of FP8 weights,
+bit for bit, from half the bytes.
+
 The product is computed transposed, D^T = W x^T: WGMMA's first operand always has 64 rows, and there
 are always 64 weight rows to give it, where an expert may have a single token. Tokens are the second
 operand, in steps of 8.
@@ -22,11 +26,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import _PARAMS, BF16, F32, I32, Registers, as_bf16, interpreter, spread_rows
+from . import _fp4_registers, fp4
+from ._common import _PARAMS, BF16, F32, I32, Registers, as_bf16, interpreter, spread_rows, vector
 from .act_quant import ACTIVATIONS
 from .quant import GROUP, Rule, quantize_tile, quantized_type
 
 _ROW_BYTES = 128  # of K in a stage: the widest swizzle, 64 bf16 or 128 FP8 values
+_FP4_ROW_BYTES = 68  # the same 128 values, and 4 exponents
 _WGMMA_ROWS = 64
 _WARPGROUPS = 2  # that compute; each has 64 of every 128 columns
 _SMS = 132  # of an H100 or H200 SXM
@@ -64,7 +70,7 @@ class Fused(NamedTuple):
         return product if self.keep_fp32 else as_bf16(product)
 
 
-def choose_config(tile: int, n: int, *, fused: bool = False) -> Config:
+def choose_config(tile: int, n: int, *, fused: bool = False, narrow: bool = False) -> Config:
     """The configuration for tiles of `tile` rows and N columns.
 
     Code for finer widths spares loads of tokens that are not there and their products; below half
@@ -75,13 +81,16 @@ def choose_config(tile: int, n: int, *, fused: bool = False) -> Config:
     step = 8 if tile <= 32 else 16 if tile <= 160 else 32
     fine = range(step, tile, step)
     widths = (*(w for w in fine if tile <= 64 or w > tile // 2 or w % (2 * step) == 0), tile)
-    columns = 2 * GROUP if fused else GROUP
+    # FP4: one half's weights are widened while the other's are multiplied.
+    wide = fused or (narrow and tile <= 64 and n % (2 * GROUP) == 0)
+    columns = 2 * GROUP if wide else GROUP
     cluster = 2 if n // columns % 2 == 0 and all(w % 16 == 0 for w in widths) else 1
-    return Config(columns, widths, most_stages(columns, tile), cluster)
+    return Config(columns, widths, most_stages(columns, tile, narrow=narrow), cluster)
 
 
-def most_stages(columns: int, rows: int) -> int:
-    stage = (columns + rows) * _ROW_BYTES + _scale_rows(rows) * 4
+def most_stages(columns: int, rows: int, *, narrow: bool = False) -> int:
+    column_bytes = _FP4_ROW_BYTES if narrow else _ROW_BYTES
+    stage = columns * column_bytes + rows * _ROW_BYTES + _scale_rows(rows) * 4
     return min(12, (_SMEM_BYTES - _SMEM_RESERVED - 2 * _OUTPUT_BYTES) // stage)
 
 
@@ -109,7 +118,9 @@ def grouped(
     interpret: bool,
 ) -> tuple[Array, ...]:
     """`gemm` or, with `fused`, `gemm_act_quant` with the configuration given."""
-    (m, k), n, columns = a.shape, b.shape[1], config.columns
+    (m, k), columns, narrow = a.shape, config.columns, b.dtype == I32
+    unit = fp4.ROWS if narrow else 1  # of the weights' rows
+    n = b.shape[1] * unit
     out_columns = n // 2 if fused else n
     quantized = fused is not None and fused.quantized
     out_types = output_types(m, out_columns, slabs, fused)
@@ -136,7 +147,7 @@ def grouped(
         a_smem, b_smem, out_smem, full, empty, *more = refs[len(operands) + len(out_types) :]
         warpgroup = lax.axis_index("warpgroup")
         if scaled:
-            (a_scales_ref, b_scales_ref), a_scales_smem = scale_refs, more[0]
+            (a_scales_ref, b_scales_ref, *table_refs), a_scales_smem = scale_refs, more[0]
 
         def look(turn):
             """(expert, first row, live rows, column) of this block's work number `turn`."""
@@ -182,10 +193,10 @@ def grouped(
                 slot = acquire(first + i)
                 depths = pl.ds(i * depth, depth)
                 for half in range(halves if fused else 1):
-                    rows = GROUP if fused else columns
-                    source = column * rows + half * out_columns
+                    rows = (GROUP if fused else columns) // unit
+                    source = column * rows + half * (out_columns // unit)
                     plgpu.copy_gmem_to_smem(
-                        b_ref.at[expert, pl.ds(source, rows), depths],
+                        b_ref.at[expert, pl.ds(source, rows), i if narrow else depths],
                         b_smem.at[slot, pl.ds(half * rows, rows)],
                         full.at[slot],
                     )
@@ -210,7 +221,13 @@ def grouped(
                 start = half * GROUP + warpgroup * _WGMMA_ROWS
             else:
                 start = (warpgroup * halves + half) * _WGMMA_ROWS
-            return b_smem.at[slot, pl.ds(start, _WGMMA_ROWS)]
+            if not narrow:
+                return b_smem.at[slot, pl.ds(start, _WGMMA_ROWS)]
+            tile = b_smem.at[slot, lax.div(start, unit)]
+            if interpret:
+                return fp4.widen(tile[...][None, None], table_refs[0][...])
+            words = _fp4_registers.load(tile, regs)
+            return _fp4_registers.widen(*words, more[1].at[warpgroup])
 
         def tokens(slot, start, size):
             return a_smem.at[slot, pl.ds(start, size)]
@@ -255,7 +272,7 @@ def grouped(
 
         def accumulate_in_registers(width, first, expert, column):
             """FP8: each K block's product is scaled before it is added. Also bf16, interpreted."""
-            parts = _parts(width, halves)
+            parts = _parts(width, halves, narrow)
             if fused:
                 groups = [column, column + out_columns // GROUP]
             else:
@@ -268,25 +285,31 @@ def grouped(
                 slot, b_scales, sums = carry
                 next_b_scales = b_scales_at(jnp.minimum(i + 1, k_steps - 1))
                 plgpu.barrier_wait(full.at[slot])
-                for p, (start, size) in enumerate(parts):
-                    scales = None
-                    for half in range(halves):
+                ahead, scales = None, [None] * len(parts)
+                for half in range(halves):
+                    left = weights(slot, half) if ahead is None else ahead
+                    for p, (start, size) in enumerate(parts):
 
-                        def both_scales(half=half, start=start, size=size, scales=scales):
+                        def both_scales(half=half, p=p, start=start, size=size):
                             if half >= len(groups):
-                                return scales  # of the half before
+                                return scales[p]  # of the half before
                             if not scaled:
                                 return b_scales[half]
                             ref = a_scales_smem.at[slot, pl.ds(start, size)]
-                            scales = b_scales[half] * regs.load(ref, token_vector)
-                            scales = lax.broadcast_in_dim(scales, (_WGMMA_ROWS, size), (1,))
-                            return regs.cast(scales, accumulator)
+                            both = b_scales[half] * regs.load(ref, token_vector)
+                            both = lax.broadcast_in_dim(both, (_WGMMA_ROWS, size), (1,))
+                            return regs.cast(both, accumulator)
 
-                        left, right = weights(slot, half), tokens(slot, start, size)
-                        partial, scales = product(left, right, both_scales)
+                        def meanwhile(half=half, both_scales=both_scales):
+                            # FP4, where registers allow: the other half is widened meanwhile.
+                            more_left = narrow and len(parts) == 1 and half + 1 < halves
+                            return both_scales(), weights(slot, half + 1) if more_left else None
+
+                        right = tokens(slot, start, size)
+                        partial, (scales[p], ahead) = product(left, right, meanwhile)
                         if p == half == 0:
                             release_previous(slot)
-                        sums[half][p] += partial * scales
+                        sums[half][p] += partial * scales[p]
                 return following(slot), next_b_scales, sums
 
             zeros = [
@@ -390,6 +413,9 @@ def grouped(
 
         def consumer():
             plgpu.set_max_registers(_REGISTERS["compute"], action="increase")
+            if narrow and not interpret:
+                more[1].at[warpgroup][...] = regs.load(table_refs[0], vector(fp4.TABLE.size))
+                plgpu.commit_smem()
             steps = walk(compute)
             plgpu.wait_smem_to_gmem(0)
             release_previous(lax.rem(steps, config.stages))
@@ -399,7 +425,9 @@ def grouped(
     copies = 2 + (fused is not None) + scaled
     scratch = [
         _swizzled((config.stages, most, depth), a.dtype),
-        _swizzled((config.stages, columns, depth), a.dtype),
+        plgpu.SMEM((config.stages, columns // unit, *fp4.WORDS), I32)
+        if narrow
+        else _swizzled((config.stages, columns, depth), a.dtype),
         _swizzled((2, chunk_rows, GROUP), F32)
         if quantized
         else _swizzled((_WARPGROUPS, 2, chunk_rows, _WGMMA_ROWS), BF16),
@@ -408,6 +436,8 @@ def grouped(
     ]
     if scaled:
         scratch.append(plgpu.SMEM((config.stages, _scale_rows(most)), F32))
+    if narrow:
+        scratch.append(plgpu.SMEM((_WARPGROUPS, fp4.TABLE.size), I32))
     if quantized:
         scratch.append(plgpu.Barrier(num_arrivals=_WARPGROUPS))
     out = plgpu.kernel(
@@ -468,7 +498,8 @@ def _operands(a, a_scales, b, b_scales, tiles, rows: int, interpret: bool) -> tu
         return operands
     copied = _scale_rows(rows)
     a_scales = _pad_to(a_scales, 1, a_scales.shape[1] + copied if interpret else copied)
-    return *operands, a_scales, b_scales
+    tables = (jnp.asarray(fp4.TABLE),) if b.dtype == I32 else ()
+    return *operands, a_scales, b_scales, *tables
 
 
 def _pad_to(x: Array, axis: int, size: int) -> Array:
@@ -489,10 +520,10 @@ def _chunks(sums: list[Array], most: int) -> list[tuple[int, Array]]:
     return chunks
 
 
-def _parts(width: int, halves: int) -> list[tuple[int, int]]:
+def _parts(width: int, halves: int, narrow: bool) -> list[tuple[int, int]]:
     """(start, size) of the parts of `width` tokens that FP8 multiplies one after the other, for the
-    sums, one product and its scales to fit a thread's registers."""
-    if width <= (160, 128)[halves - 1]:
+    sums, one product and its scales to fit a thread's registers, and FP4's weights (`narrow`)."""
+    if width <= ((128, 64) if narrow else (160, 128))[halves - 1]:
         return [(0, width)]
     first = -(-width // 32) * 16
     return [(0, first), (first, width - first)]

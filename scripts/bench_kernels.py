@@ -2,6 +2,7 @@
 
 python scripts/bench_kernels.py --tokens 16,1024,16384
 python scripts/bench_kernels.py --tokens 16,8192 --only route,act_quant
+python scripts/bench_kernels.py --tokens 1,16,64,128 --only fp4_gemm   # beside FP8; only if named
 python scripts/bench_kernels.py --backend emulator --tokens 3 --experts 4 --top-k 2 --hidden 256 \\
     --inner 128 --out /tmp/kernels.jsonl   # a dry run on a CPU
 """
@@ -9,6 +10,7 @@ python scripts/bench_kernels.py --backend emulator --tokens 3 --experts 4 --top-
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from dgmoe_jax.kernels_pallas.gemm import gemm, gemm_act_quant
 from rich.console import Console
 from rich.table import Table
 
 from dgmoe_jax import backends, layouts
 from dgmoe_jax.plan import tiling
+from dgmoe_jax.weights import paths
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Case:
     """One kernel on one input: `step` with `args` and static `kwargs`, moving `num_bytes`.
 
     `live` picks what is specified of the result (padding rows are not); `tolerance` is relative.
+    `pair`: what is timed and its control, where they are not a step in two backends.
     """
 
     name: str
@@ -39,6 +44,8 @@ class Case:
     num_bytes: int
     live: Callable = lambda out: out
     tolerance: float = 0.0
+    pair: tuple[Callable, Callable] | None = None
+    control: str = "xla"
 
     @property
     def step(self) -> str:
@@ -162,6 +169,55 @@ def cases(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Ite
     yield Case("requant", (slabs, scales, masked_m, one, slabs), {}, moved)
 
 
+def fp4_gemm(tokens: int, experts: int, top_k: int, hidden: int, inner: int) -> Case:
+    """w13 with its activation, and w2, from FP4 weights; the control reads the same as FP8.
+
+    The bytes are those of the FP4 weights that this routing touches: where they fit the L2, calls
+    one after the other find them there, unlike a layer among others.
+    """
+    alignment, tile, _ = tiling(tokens * top_k / experts, "pallas", "mxfp4")
+    rows = layouts.contiguous_rows(tokens * top_k, experts, alignment)
+    keys = jax.random.split(jax.random.key(0), 6)
+    ids = jax.lax.top_k(jax.random.uniform(keys[0], (tokens, experts)), top_k)[1].astype(jnp.int32)
+    index = dict(rows=rows, capacity=None, with_m_indices=True)
+    index |= dict(num_experts=experts, alignment=alignment, tile=tile)
+    permute_index = jax.jit(functools.partial(backends.get("permute_index", "xla"), **index))
+    _, tiles, m_indices, _ = permute_index(ids)
+    live_rows = np.flatnonzero(np.asarray(m_indices) >= 0)
+    a = jax.random.normal(keys[1], (rows, hidden), jnp.bfloat16)
+    a, a_scales = jax.jit(backends.get("quant", "xla"))(a)
+
+    def weights(key, n, k):
+        """As the two GEMMs read them: tiles and block FP8."""
+
+        def one(key):
+            values = jax.random.bits(key, (n, k // 2), jnp.uint8)
+            scales = jnp.exp2(jax.random.randint(key, (n, k // 32), -9, -4).astype(jnp.float32))
+            return paths.fp4_to_tiles(values, scales), paths.fp4_to_block_fp8(values, scales)
+
+        return jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(key, experts))
+
+    w13, w2 = weights(keys[2], 2 * inner, hidden), weights(keys[3], hidden, inner)
+    how = dict(alignment=alignment, tile=tile, slabs=1, expected_m=-(-tokens * top_k // experts))
+    how["interpret"] = jax.default_backend() != "gpu"
+
+    def gemms(a, a_scales, w13, w2, tiles, which):
+        act = dict(activation="silu", params=(None,))
+        inner = gemm_act_quant(a, a_scales, *w13[which], tiles, **how, **act)
+        return gemm(*inner, *w2[which], tiles, **how)
+
+    touched = np.unique(np.asarray(ids)).size / experts
+    return Case(
+        "fp4_gemm",
+        (a, a_scales, w13, w2, tiles),
+        {},
+        round(touched * size(w13[0], w2[0])),
+        lambda out: out[live_rows],
+        pair=tuple(functools.partial(gemms, which=which) for which in range(2)),
+        control="fp8",
+    )
+
+
 def difference(got, want) -> float:
     """Largest relative (Frobenius) difference between corresponding arrays."""
     worst = 0.0
@@ -203,13 +259,16 @@ def main(
     """
     console = Console()
     env = _bench.environment()
-    columns = "kernel", "T", "us", "launches", "GB/s", "% of copy", "xla us", "difference"
+    columns = "kernel", "T", "us", "launches", "GB/s", "% of copy", "control us", "difference"
     table = Table(*columns, title=env["gpu"])
     for num_tokens in map(int, tokens.split(",")):
-        for case in cases(num_tokens, experts, top_k, hidden, inner):
-            if only and not {case.step, case.name} & set(only.split(",")):
+        asked, sizes = set(only.split(",")), (num_tokens, experts, top_k, hidden, inner)
+        narrow = (fp4_gemm(*sizes) for _ in {"fp4_gemm"} & asked)
+        others = () if asked == {"fp4_gemm"} else cases(*sizes)
+        for case in itertools.chain(others, narrow):
+            if only and not {case.step, case.name} & asked:
                 continue
-            fn, control = (
+            fn, control = case.pair or (
                 functools.partial(backends.get(case.step, b), **case.kwargs)
                 for b in (backend, "xla")
             )
@@ -224,7 +283,7 @@ def main(
             record |= {"T": num_tokens, "E": experts, "k": top_k, "H": hidden, "I": inner}
             record |= {"us": us, "launches": launches, "bytes": case.num_bytes}
             record |= {"bytes_per_s": case.num_bytes / us * 1e6, "copy_us": copied_us}
-            record |= {"control": "xla", "control_us": control_us}
+            record |= {"control": case.control, "control_us": control_us}
             _bench.append(out, record)
             row = (
                 f"{us:.1f}",

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 import dgmoe_jax as dg
 from dgmoe_jax import backends, reference
 from dgmoe_jax.plan import dense
-from dgmoe_jax.recipes import Format, padded, run_of, target
+from dgmoe_jax.recipes import BY_BACKEND, Format, padded, run_of, target
 from dgmoe_jax.steps import experts, permute
 
 # Kernels in interpret mode call JAX from callbacks. These hang if JAX, which has few threads on a
@@ -163,8 +163,11 @@ def shared_by_tests(build):
     @functools.wraps(build)
     def on(*, backend: str = "xla", layout: str = "auto", arch: str | None = None, **kw) -> Layer:
         arch = arch or target(backends.current_arch(), backend)
-        if kw.get("recipe", "bf16") in ("bf16", "fp8_block") and arch == "sm90":
+        recipe = kw.get("recipe", "bf16")
+        if recipe in ("bf16", "fp8_block") and arch == "sm90":
             arch = None  # the same as elsewhere
+        if (recipe, arch, backend) in BY_BACKEND:
+            kw["backend"] = backend
         layer = once(arch=arch, **kw)
         cfg = dataclasses.replace(layer.cfg, backend=backend, layout=layout)
         return dataclasses.replace(layer, cfg=cfg)

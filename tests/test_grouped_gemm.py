@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import same_bits
-from dgmoe_jax.kernels_pallas import act_quant, grouped_gemm, grouped_gemm_wide
+from dgmoe_jax.kernels_pallas import act_quant, fp4, grouped_gemm, grouped_gemm_wide
 from dgmoe_jax.kernels_pallas._common import Registers
 from dgmoe_jax.kernels_pallas.gemm import TILES, gemm, gemm_act_quant, tile_for
 from dgmoe_jax.kernels_pallas.grouped_gemm import (
@@ -23,11 +24,14 @@ from dgmoe_jax.kernels_pallas.grouped_gemm import (
 from dgmoe_jax.kernels_pallas.quant import quantize_tile
 from jax import lax
 
+from dgmoe_jax.weights import paths
+
 SHAPES = [(4096, 7168), (7168, 2048), (1536, 2048), (256, 128), (1280, 640)]
-DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
+DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "fp4": jnp.float8_e4m3fn}  # of rows
 EXPERTS = 4
 SILU = Fused("silu", (None,), quantized=True)
 every_recipe = pytest.mark.parametrize("recipe", DTYPES)
+in_wide_kernel = pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 needs_gpu = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="runs the compiled kernel: needs an SM90 GPU"
 )
@@ -70,9 +74,16 @@ def problem(recipe, layout, n, k, *, exact, poison=np.nan, seed=0):
     def powers(*shape):
         return np.exp2(rng.integers(-1, 2, shape)).astype(np.float32)
 
-    a, b = draw(m, k).astype(dtype), draw(EXPERTS, n, k).astype(dtype)
+    a = draw(m, k).astype(dtype)
+    if recipe == "fp4":
+        codes = rng.choice([0, 2, 4, 10, 12] if exact else 16, (EXPERTS, n, k))
+        low, high = (-1, 2) if exact else (-14, 7)
+        b = tiles_of(codes, rng.integers(low, high, (EXPERTS, n, k // 32)))
+        poisoned = -1
+    else:
+        b, poisoned = draw(EXPERTS, n, k).astype(dtype), np.nan
     a[~layout.live] = np.nan
-    b[[e for e, count in enumerate(layout.counts) if not count]] = np.nan
+    b[[e for e, count in enumerate(layout.counts) if not count]] = poisoned
     if recipe == "bf16":
         return a, None, b, None, layout.tiles
     rows = m // slabs
@@ -83,8 +94,15 @@ def problem(recipe, layout, n, k, *, exact, poison=np.nan, seed=0):
     return a, a_scales.reshape(-1, a_scales.shape[2]), b, b_scales, layout.tiles
 
 
+def tiles_of(codes, exponents) -> np.ndarray:
+    """E2M1 codes [E, N, K], exponents [E, N, K / 32] -> as the GEMM reads FP4."""
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    return np.array(jax.vmap(fp4.pack)(packed, np.exp2(exponents).astype(np.float32)))
+
+
 def reference(layout, a, a_scales, b, b_scales, tiles) -> np.ndarray:
     """float64, one expert at a time; rows that are not live are 0."""
+    b = np.asarray(fp4.widen(b)) if b.dtype == np.int32 else b
     out = np.zeros((layout.m, b.shape[1]))
     if a_scales is not None:  # [slabs * G, S] -> [M, G]
         groups = a_scales.reshape(layout.slabs, b.shape[2] // 128, -1)
@@ -135,6 +153,9 @@ def few_sms(monkeypatch):
         ("fp8", Config(128, (8,), 2), [3, 0, 5, 0], 8, 8),
         ("fp8", Config(128, (16,), 2), [3, 0, 5, 0], 16, 16),
         ("bf16", Config(128, (32,), 2), [3, 0, 5, 0], 8, 32),
+        ("fp4", Config(128, (8, 32), 2), [0, 33, 0, 2], 8, None),
+        ("fp4", Config(256, (16,), 3), [3, 0, 5, 0], 8, 16),
+        ("fp4", Config(256, (80,), 2), [0, 70, 0, 1], 16, None),  # in two parts
     ],
 )
 def test_interpreted(recipe, config, counts, alignment, capacity, few_sms):
@@ -158,6 +179,7 @@ def test_interpreted_default():
         ("fp8", Config(256, (24, 48), 2), [17, 0, 0, 40], 16, 48, SILU._replace(ue8m0=True)),
         ("fp8", Config(256, (144,), 2), [0, 130, 0, 0], 8, None, SILU),
         ("bf16", Config(256, (16,), 2), [3, 0, 5, 0], 8, None, SILU._replace(quantized=False)),
+        ("fp4", Config(256, (8,), 2), [3, 0, 5, 0], 8, 8, SILU),
         (
             "fp8",
             Config(256, (8,), 2),
@@ -274,12 +296,15 @@ def test_wide_writes_the_rows_it_owns(fused, few_sms):
 def shapes(recipe: str, m: int, n: int, k: int, slabs: int = 1):
     struct, dtype = jax.ShapeDtypeStruct, DTYPES[recipe]
     a_scales = b_scales = None
-    if recipe == "fp8":
+    if recipe != "bf16":
         a_scales = struct((slabs * k // 128, -(-m // slabs // 4) * 4), jnp.float32)
         b_scales = struct((EXPERTS, n // 128, k // 128), jnp.float32)
+    b = struct((EXPERTS, n, k), dtype)
+    if recipe == "fp4":
+        b = struct((EXPERTS, n // fp4.ROWS, k // fp4.COLUMNS, *fp4.WORDS), jnp.int32)
     return (
         *(struct((m, k), dtype), a_scales),
-        *(struct((EXPERTS, n, k), dtype), b_scales),
+        *(b, b_scales),
         struct((3, 5), jnp.int32),
     )
 
@@ -320,7 +345,7 @@ def test_fused_lowers_for_cuda(recipe, activation, params, group, tile):
     assert mosaic_kernels(run, shapes(recipe, 8, 512, 256)) == 1
 
 
-@every_recipe
+@in_wide_kernel
 @pytest.mark.parametrize(("n", "k"), [(4096, 7168), (7168, 2048), (1536, 2048), (256, 128)])
 def test_wide_lowers_for_cuda(recipe, n, k):
     config = grouped_gemm_wide.choose_config(n)
@@ -337,8 +362,8 @@ def test_tiles_hold_balanced_experts():
         tile, alignment = tile_for(rows)
         assert tile % alignment == 0 and tile in TILES
         assert tile >= min(rows, TILES[-1])
-        for n, fused in ((4096, False), (4096, True), (1280, False)):
-            config = choose_config(tile, n, fused=fused)
+        for n, fused, narrow in itertools.product((4096, 1280), (False, True), (False, True)):
+            config = choose_config(tile, n, fused=fused, narrow=narrow)
             assert config.widths[-1] == tile and config.stages >= 2
             assert n % (config.columns * config.cluster) == 0
 
@@ -409,7 +434,7 @@ def test_fused_is_the_unfused_on_gpu(recipe, group, capacity, tile, inter, k):
 
 
 @needs_gpu
-@every_recipe
+@in_wide_kernel
 @pytest.mark.parametrize("fused", [None, SILU, IN_BF16])
 @pytest.mark.parametrize(
     ("config", "counts", "alignment", "capacity"),
@@ -427,6 +452,108 @@ def test_wide_is_the_other_on_gpu(recipe, n, k, config, counts, alignment, capac
     layout = Layout(counts, 128, alignment, capacity)
     operands = problem(recipe, layout, n, k, exact=False, poison=3e38)
     got, want = both(layout, with_any_scales(operands), fused, config=config)
+    assert_same_rows(layout, got, want)
+
+
+# --- FP4 weights
+
+
+def every_code_with_every_exponent():
+    """[E, 128, 128] codes, each in every group, whose exponents are all from -15 to 6."""
+    rng = np.random.default_rng(0)
+    codes = rng.permuted(np.tile(np.arange(16), (EXPERTS, 128, 4, 2)), axis=-1)
+    exponents = rng.permutation(np.resize(np.arange(-15, 7), EXPERTS * 128 * 4))
+    return codes.reshape(EXPERTS, 128, 128), exponents.reshape(EXPERTS, 128, 4)
+
+
+def in_e4m3(codes, exponents) -> np.ndarray:
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.where(codes < 8, 1.0, -1.0) * magnitudes[codes & 7]
+    values = values * np.exp2(exponents).repeat(32, -1)
+    return values.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+
+
+def test_fp4_widens_every_code_with_every_exponent():
+    codes, exponents = every_code_with_every_exponent()
+    same_bits(fp4.widen(tiles_of(codes, exponents)), in_e4m3(codes, exponents))
+
+
+def test_fp4_tables_are_read_by_whole_rows():
+    """And every exponent byte of `pack` is the start of one."""
+    tiles = tiles_of(*every_code_with_every_exponent())
+    starts = np.unique(np.ascontiguousarray(tiles[..., 16, :]).view(np.uint8))
+    np.testing.assert_array_equal(starts, 8 * np.arange(20))
+    assert fp4.TABLE.nbytes == 256
+
+
+def test_fp4_kernel_widens_every_code_with_every_exponent(few_sms):
+    """One-hot rows pick the columns of their expert's weights, which bf16 holds."""
+    codes, exponents = every_code_with_every_exponent()
+    layout = Layout([128, 0, 0, 128], 128, 128)
+    ones = np.zeros((layout.m, 128), ml_dtypes.float8_e4m3fn)
+    ones[layout.live] = np.tile(np.eye(128), (2, 1))
+    scales = np.ones((1, layout.m), np.float32), np.ones((EXPERTS, 1, 1), np.float32)
+    operands = ones, scales[0], tiles_of(codes, exponents), scales[1], layout.tiles
+    out = grouped(
+        *jax.tree.map(jnp.asarray, operands),
+        **layout.keywords,
+        config=Config(128, (128,), 2),
+        interpret=jax.default_backend() != "gpu",
+    )
+    want = in_e4m3(codes, exponents)[[0, 3]].swapaxes(1, 2).reshape(256, 128)
+    np.testing.assert_array_equal(np.asarray(out[0])[layout.live], want.astype(ml_dtypes.bfloat16))
+
+
+def path_b(layout, n, k):
+    """Operands with one checkpoint's FP4 weights, in tiles and as path B widens them when loaded;
+    some scales are too far apart in a block for either to be exact."""
+    rng = np.random.default_rng(1)
+    a, a_scales, _, _, tiles = problem("fp8", layout, 128, k, exact=False, poison=3e38)
+    values = rng.integers(0, 256, (EXPERTS, n, k // 2)).astype(np.uint8)
+    scales = np.exp2(rng.integers(-40, -22, (EXPERTS, n, k // 32))).astype(np.float32)
+    for path in (paths.fp4_to_tiles, paths.fp4_to_block_fp8):
+        b, b_scales = map(np.array, jax.jit(jax.vmap(path))(values, scales))
+        unused = [e for e, count in enumerate(layout.counts) if not count]
+        b[unused], b_scales[unused] = -1 if b.dtype == np.int32 else np.nan, np.nan
+        yield jax.tree.map(jnp.asarray, (a, a_scales, b, b_scales, tiles))
+
+
+@pytest.mark.parametrize(
+    ("config", "counts", "alignment", "capacity", "fused"),
+    [
+        (Config(128, (8,), 2), [3, 0, 5, 0], 8, None, None),
+        (Config(256, (24, 48), 2), [17, 0, 0, 40], 16, 48, SILU),
+    ],
+)
+def test_fp4_interpreted_is_path_b(config, counts, alignment, capacity, fused, few_sms):
+    layout = Layout(counts, config.widths[-1], alignment, capacity)
+    how = {**layout.keywords, "config": config, "fused": fused, "interpret": True}
+    got, want = (
+        [np.asarray(x) for x in grouped(*operands, **how)] for operands in path_b(layout, 256, 256)
+    )
+    assert_same_rows(layout, got, want)
+
+
+@needs_gpu
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    ("n", "k", "fused", "capacity"),
+    [
+        (4096, 7168, False, None),
+        (4096, 7168, True, None),
+        (7168, 2048, False, 320),
+        (1536, 2048, True, 320),
+        (384, 640, False, None),
+    ],
+)
+def test_fp4_is_path_b_on_gpu(n, k, fused, capacity, tile):
+    layout = Layout([tile, 1, 0, tile + 19], tile, 8 if tile == 32 else 16, capacity)
+    how = {"tile": tile, "expected_m": tile, **layout.keywords}
+    if fused:
+        run = functools.partial(gemm_act_quant, **how, activation="silu", params=(None,))
+    else:
+        run = lambda *operands: [gemm(*operands, **how)]  # noqa: E731
+    got, want = ([np.asarray(x) for x in run(*operands)] for operands in path_b(layout, n, k))
     assert_same_rows(layout, got, want)
 
 
@@ -457,14 +584,18 @@ def test_no_rows(recipe):
         ({"tiles": jnp.int16}, TypeError, "tiles has dtype int16"),
         ({"tiles": (2, 5)}, ValueError, "tiles has shape"),
         ({"b_scales": (4, 1, 2)}, ValueError, "b_scales has shape"),
+        ({"recipe": "fp4", "b": (4, 2, 1, 1088)}, ValueError, r"\[E, N / 64, K / 128, 17, 64\]"),
+        ({"recipe": "fp4", "b": (4, 2, 1, 16, 64)}, ValueError, "b has shape"),
+        ({"recipe": "fp4", "k": 256, "a": (64, 128)}, ValueError, "they must be"),
+        ({"recipe": "fp4", "b": jnp.uint32}, ValueError, "they must be"),
     ],
 )
 def test_errors(change, error, text):
-    n, k = change.pop("n", 128), change.pop("k", 128)
+    recipe, n, k = change.pop("recipe", "fp8"), change.pop("n", 128), change.pop("k", 128)
     where = {"alignment": 32, "tile": 64, "slabs": 1, "expected_m": 1}
     where |= {name: change.pop(name) for name in tuple(change) if name in where}
     names = ("a", "a_scales", "b", "b_scales", "tiles")
-    operands = dict(zip(names, shapes("fp8", 64, n, k), strict=True))
+    operands = dict(zip(names, shapes(recipe, 64, n, k), strict=True))
     for name, what in change.items():
         struct = operands[name]
         if what is None:

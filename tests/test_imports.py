@@ -23,13 +23,16 @@ ALLOWED = {
     "progress": set(),
     "tracing": set(),
     "backends": {"config", "platforms"},
-    "xla": {"checks", "interop", "layouts", "tracing"},
+    "xla": {"checks", "interop", "kernels_pallas", "layouts", "tracing"},
     "reference": set(),
     "plan": {"backends", "checks", "config", "layouts", "recipes"},
     "quantize": {"interop", "recipes", "types", "xla"},
     "steps": {"backends", "config", "layouts", "plan", "recipes", "types"},
     "routing": {"backends", "checks", "config", "steps", "types"},
-    "weights": {"backends", "checks", "config", "progress", "quantize", "recipes", "types", "xla"},
+    "weights": {
+        *("backends", "checks", "config", "kernels_pallas", "progress", "quantize", "recipes"),
+        *("types", "xla"),
+    },
     "layer": {
         "tracing",
         "backends",

@@ -27,16 +27,19 @@ from conftest import (
     within_0_3_percent_on_its_own_bytes,
 )
 from dgmoe_jax.interop import scales as deep_gemm_scales
+from dgmoe_jax.kernels_pallas import grouped_gemm
 
 import dgmoe_jax as dg
-from dgmoe_jax import backends
+from dgmoe_jax import backends, checks
 from dgmoe_jax.recipes import (
     FP8_128X128,
     MXFP4_1X32,
+    MXFP4_TILES,
     READS,
     RECIPES,
     RUNS_ON,
     padded,
+    run_on,
 )
 from dgmoe_jax.weights import paths
 
@@ -248,6 +251,85 @@ def test_fp4_on_sm90_is_block_fp8_without_a_warning_unless_it_lost_something():
     assert not np.array_equal(now[1], was[1]) and np.array_equal(now[[0, 2, 3]], was[[0, 2, 3]])
 
 
+# --- FP4 that our own GEMM reads on Hopper
+
+
+def test_fp4_for_our_own_gemm_is_what_path_b_makes_of_it():
+    """In half the bytes, where it is exact and where it is not."""
+    raw = raw_weights("mxfp4", shared=1)
+    raw["w2_scale"][1, 0, 0] = 2.0**12
+    pallas, other = (
+        config("mxfp4", num_shared_experts=1, backend=b) for b in ("pallas", "deep_gemm")
+    )
+    with pytest.warns(UserWarning, match=r"w2: .* to mxfp4_tiles .*1 of 4 experts") as caught:
+        params = dg.prepare_params(raw, pallas, arch="sm90")
+    with pytest.warns(UserWarning) as of_path_b:
+        want = dg.prepare_params(raw, other, arch="sm90")
+    assert [str(w.message)[-8:] for w in caught] == [str(w.message)[-8:] for w in of_path_b]
+    for block, by_path_b in ((params.experts, want.experts), (params.shared, want.shared)):
+        for name in ("w13", "w2"):
+            got, old = getattr(block, name), getattr(by_path_b, name)
+            assert (got.format, old.format) == (MXFP4_TILES, FP8_128X128)
+            assert got.values.nbytes / old.values.nbytes == 17 / 32
+            same_bits(got.scales, old.scales)
+            same_bits(dg.dequantize(got), dg.dequantize(old))
+    checks.params(params, pallas)
+
+
+def test_only_a_config_that_names_pallas_gets_fp4_on_sm90():
+    raw, read = raw_weights("mxfp4"), {}
+    for backend in ("auto", "pallas", "deep_gemm", "xla"):
+        params = dg.prepare_params(raw, config("mxfp4", backend=backend), arch="sm90")
+        read[backend] = params.experts.w13.format
+    assert read.pop("pallas") == MXFP4_TILES
+    assert set(read.values()) == {FP8_128X128}
+    for recipe in ("bf16", "fp8_block", "mxfp8"):
+        assert run_on(recipe, "sm90", "pallas") == RUNS_ON[recipe]["sm90"]
+
+
+@pytest.mark.skipif(ON_GPU, reason="a CPU stands for sm90 there")
+def test_what_does_not_read_fp4_tiles_says_how_to_prepare_for_it():
+    layer = random_layer(recipe="mxfp4", backend="pallas")
+    for backend in ("deep_gemm", "emulator"):
+        with pytest.raises(NotImplementedError, match=rf"'mxfp4_tiles'.*backend='{backend}'"):
+            cfg = dataclasses.replace(layer.cfg, backend=backend)
+            dg.moe_layer(jnp.asarray(tokens(3, 128)), layer.params, cfg)
+    with pytest.raises(ValueError, match=r"mxfp4_tiles.*prepare_params"):
+        dg.quantize(jnp.ones((128, 128)), MXFP4_TILES)
+
+
+def test_fp4_tiles_are_saved_and_loaded(tmp_path):
+    cfg = config("mxfp4", backend="pallas")
+    params = dg.prepare_params(raw_weights("mxfp4"), cfg, arch="sm90")
+    dg.save(tmp_path / "layer.safetensors", cfg, params)
+    _, loaded = dg.load(tmp_path / "layer.safetensors", cfg)
+    assert loaded.experts.w2.format == MXFP4_TILES
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        same_bits(one, other)
+
+
+@pytest.mark.skipif(ON_GPU, reason="runs there as every backend does")
+def test_the_layer_on_fp4_tiles_in_interpret_mode(monkeypatch):
+    """Our own GEMM, which "emulator" leaves to DeepGEMM's, and what it fuses; jnp before it and
+    after."""
+    get, kernels = backends.get, ("gemm", "gemm_act_quant", "act_quant")
+
+    def interpreted(step, backend):
+        if step in kernels:
+            return functools.partial(get(step, backend), interpret=True)
+        return get(step, "xla")
+
+    monkeypatch.setattr(backends, "get", interpreted)
+    monkeypatch.setattr(backends, "only_where_it_runs", lambda x, backend: x)
+    monkeypatch.setattr(grouped_gemm, "_SMS", 2)
+    layer = random_layer(experts=3, recipe="mxfp4", backend="pallas")
+    assert layer.params.experts.w13.format == MXFP4_TILES
+    x, ids = tokens(3, 128), random_ids(0, 3, 2, 3)
+    weights = np.random.default_rng(1).random((3, 2))
+    y = layer(x, ids, weights)
+    within_0_3_percent_on_its_own_bytes(layer, x, ids, weights, y, "pallas")
+
+
 @pytest.mark.parametrize("arch", ["cpu", "sm90", "sm100"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_that_is_nan_stays_one_or_is_refused(recipe, arch):
@@ -437,7 +519,10 @@ def test_plan_says_by_which_path_a_recipe_runs():
     assert "2.4 to 2.8 %" in whys["mxfp8", "sm90"]
     assert "never run" in whys["mxfp4", "sm100"] and "natively" in whys["mxfp4", "cpu"]
     # A GPU backend that is named on a CPU is lowered, or emulated, for Hopper.
-    assert "since sm90" in dg.plan(config("mxfp4", backend="pallas"), 16, arch="cpu").why
+    for arch, backend in itertools.product(("cpu", "sm90"), ("pallas", "deep_gemm")):
+        why = dg.plan(config("mxfp4", backend=backend), 16, arch=arch).why
+        assert ("since sm90" in why) == (backend == "deep_gemm")
+        assert ("FP4 weights that the GEMM widens" in why) == (backend == "pallas")
 
 
 def test_every_backend_reads_what_some_architecture_stores():

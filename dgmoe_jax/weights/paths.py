@@ -4,6 +4,7 @@ Pure functions on arrays, in the terms of SGLang's `process_weights_after_loadin
 
 A  UE8M0 scales to the layout that DeepGEMM reads on SM100   `quantize.stored`, of all recipes
 B  FP4 to block FP8                                          `fp4_to_block_fp8`
+   or to FP4 that a GEMM widens to the same FP8              `fp4_to_tiles`
 C  block FP8 to power-of-two scales                          `block_fp8_to_ue8m0`
 D  MXFP8: BF16 weights are quantised (`quantize`), a checkpoint's scales repacked (A), and where
    there are no 1 x 32 scales it becomes block FP8           `mxfp8_to_block_fp8`
@@ -18,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dgmoe_jax.kernels_pallas import fp4
 from dgmoe_jax.quantize import quantize
-from dgmoe_jax.recipes import FP8_128X128, MXFP4_1X32, MXFP8_1X32, Format
+from dgmoe_jax.recipes import FP8_128X128, MXFP4_1X32, MXFP4_TILES, MXFP8_1X32, Format
 from dgmoe_jax.xla import decode, spread
 
 _BLOCK_UE8M0 = replace(FP8_128X128, ue8m0=True)
@@ -63,6 +65,21 @@ def fp4_to_block_fp8(values: Array, scales: Array) -> tuple[Array, Array]:
     largest scale; in fact there is none within 2^14, since E2M1 counts in halves and e4m3 down to
     2^-9. Beyond, values round to multiples of 2^-9 of the block's scale.
     """
+    rest, block = _beside_block(scales)
+    return decode(values, rest, (1, 32)).astype(jnp.float8_e4m3fn), block
+
+
+def fp4_to_tiles(values: Array, scales: Array) -> tuple[Array, Array]:
+    """As path B, to `kernels_pallas.fp4`: int32 [N / 64, K / 128, 17, 64], a scale a block f32.
+
+    N and K are multiples of 128. Widened, the tiles are path B's FP8, bit for bit.
+    """
+    rest, block = _beside_block(scales)
+    return fp4.pack(values, rest), block
+
+
+def _beside_block(scales: Array) -> tuple[Array, Array]:
+    """Scales of groups of 32 -> what of each is not in its block's, and the blocks'."""
     block = _block_max(scales, 128, 128 // 32) * 2.0**-_HEADROOM
     block = jnp.maximum(block, jnp.finfo(jnp.float32).tiny)
     # A quotient of powers of two by their bits: division on a GPU is not exact.
@@ -71,8 +88,7 @@ def fp4_to_block_fp8(values: Array, scales: Array) -> tuple[Array, Array]:
         for x in (scales, spread(block, (128, 128 // 32), scales.shape))
     )
     rest = jnp.where(scales > 0, jnp.maximum(bits - by + _ONE, 0), 0)
-    rest = lax.bitcast_convert_type(rest, jnp.float32)
-    return decode(values, rest, (1, 32)).astype(jnp.float8_e4m3fn), block
+    return lax.bitcast_convert_type(rest, jnp.float32), block
 
 
 def _block_max(x: Array, rows: int, columns: int) -> Array:
@@ -114,6 +130,7 @@ def per_tensor_scales(scale: Array, lead: int, parts: int, n: int, k: int) -> Ar
 
 PATHS = {
     (MXFP4_1X32, FP8_128X128): fp4_to_block_fp8,
+    (MXFP4_1X32, MXFP4_TILES): fp4_to_tiles,
     (MXFP8_1X32, FP8_128X128): mxfp8_to_block_fp8,
     (FP8_128X128, _BLOCK_UE8M0): block_fp8_to_ue8m0,
 }

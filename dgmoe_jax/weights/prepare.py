@@ -16,7 +16,7 @@ from jax import Array, lax
 from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.quantize import quantize, stored
-from dgmoe_jax.recipes import BESIDE, FP8_128X128, RECIPES, RUNS_ON, Format, padded, target
+from dgmoe_jax.recipes import BESIDE, FP8_128X128, RECIPES, Format, padded, run_on
 from dgmoe_jax.types import ExpertWeights, MoEParams, Scaled
 from dgmoe_jax.weights import paths
 
@@ -59,8 +59,8 @@ def prepare_params(
         shared experts become experts E, E + 1, ... of the same block of weights. Hash selection
         also needs `hash_table` [vocab, k] int32 or int64 of experts' ids.
       arch: the architecture to lay out for: "cpu", "sm90", "sm100" (`recipes.RUNS_ON` says how each
-        runs a recipe). None is the default device's. With a GPU backend named in `cfg`, a CPU
-        stands for sm90.
+        runs a recipe, and `recipes.BY_BACKEND` where `cfg.backend` decides). None is the default
+        device's. With a GPU backend named in `cfg`, a CPU stands for sm90.
       progress: called with a weight's name, experts done and experts in all, after each expert that
         had to be quantised, converted or padded.
 
@@ -78,11 +78,11 @@ def prepare_params(
     """
     arch = backends.current_arch() if arch is None else arch
     checks.arch(arch)
-    arch = target(arch, cfg.backend)
     _check_names(raw, cfg)
 
     def weights(raw, prefix, lead, hidden, inner, recipe=cfg.recipe):
-        source, to = RECIPES[recipe].weights, RUNS_ON[recipe][arch].operands.weights
+        source = RECIPES[recipe].weights
+        to = run_on(recipe, arch, cfg.backend).operands.weights
         return _weights(raw, prefix, lead, hidden, inner, source=source, to=to, progress=progress)
 
     num_experts, hidden, inner = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size
@@ -353,7 +353,8 @@ def _one_expert(
 
 
 def _bits(values: Array) -> Array:
-    return lax.bitcast_convert_type(values, {1: jnp.uint8, 2: jnp.uint16}[values.dtype.itemsize])
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[values.dtype.itemsize]
+    return lax.bitcast_convert_type(values, bits)
 
 
 def _pad(x: Array, parts: int, rows: int, columns: int) -> Array:
