@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 F32, I32, BF16, FP8 = jnp.float32, jnp.int32, jnp.bfloat16, jnp.float8_e4m3fn
@@ -220,6 +221,28 @@ class Registers:
             return x / lax.optimization_barrier(jnp.full_like(x, by))
         quotient = _quotient(x, by, float(np.float32(1) / np.float32(by)))
         return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)  # Inf has no remainder
+
+    def inverse(self, layout: plgpu.ParameterizedLayout) -> Callable[[Array], Array]:
+        """x -> 1 / x of f32 in `layout`, within an ulp of what f32 rounds to; 0 beyond 2^126.
+
+        Mosaic's own division spends six instructions on inverses that are subnormal or infinite.
+        """
+        # A single instruction has no public name. jax 0.10.2 and 0.11.2, the versions tried, have
+        # these; without them division is only slower.
+        private = "_pointwise", "_lift_fast_instr"
+        if self.interpret or not all(hasattr(FragmentedArray, name) for name in private):
+            return lambda x: 1.0 / x
+
+        def approximate(x):
+            out_type = plgpu.ShapeDtypeStruct(x.shape, F32, layout=layout)
+
+            @plgpu.inline_mgpu(arg_types=(layout,), return_type=out_type)
+            def reciprocal(_, x):
+                return x._pointwise(x._lift_fast_instr("rcp.approx.ftz.f32"))
+
+            return reciprocal(x)
+
+        return approximate
 
     def divide_rows(self, x: Array, by: Array, layout: plgpu.ParameterizedLayout) -> Array:
         """x [.., cols] / by [..], positive or NaN; rounded correctly. One row: a scalar."""

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _fp4_registers, fp4
 from ._common import _PARAMS, BF16, F32, I32, Registers, as_bf16, interpreter, spread_rows, vector
-from .act_quant import ACTIVATIONS
+from .act_quant import ACTIVATIONS, Inverse
 from .quant import GROUP, Rule, quantize_tile, quantized_type
 
 _ROW_BYTES = 128  # of K in a stage: the widest swizzle, 64 bf16 or 128 FP8 values
@@ -64,9 +64,9 @@ class Fused(NamedTuple):
     def rule(self) -> Rule:
         return Rule(ue8m0=self.ue8m0)
 
-    def product(self, gate: Array, up: Array) -> Array:
+    def product(self, gate: Array, up: Array, inverse: Inverse) -> Array:
         """What is quantised, from gate and up in f32 as `gemm` would write them."""
-        product = ACTIVATIONS[self.activation](gate, up, *self.params)
+        product = ACTIVATIONS[self.activation](gate, up, *self.params, inverse=inverse)
         return product if self.keep_fp32 else as_bf16(product)
 
 
@@ -140,6 +140,7 @@ def grouped(
     chunk_rows = _OUTPUT_BYTES // (GROUP * (4 if quantized else 2))
     regs = Registers(interpret)
     accumulator, token_vector = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
+    inverse = regs.inverse(accumulator)
 
     def grouped_gemm(*refs):
         a_ref, b_ref, tiles_ref, *scale_refs = refs[: len(operands)]
@@ -327,7 +328,7 @@ def grouped(
                 write(sums, width, sure, row, live, column * columns)
                 return
             gated = [
-                fused.product(*(x.astype(BF16).astype(F32) for x in pair))
+                fused.product(*(x.astype(BF16).astype(F32) for x in pair), inverse)
                 for pair in zip(*sums, strict=True)
             ]
             if quantized:

@@ -305,7 +305,7 @@ def grouped(
                         group = 2 * column + (n if half is None else half)
                         write(x, row + start, mine, group * GROUP)
                     return following
-                x = fused.product(*map(as_bf16, sums))
+                x = fused.product(*map(as_bf16, sums), regs.inverse(accumulator))
                 if quantized:
                     quantize(x, row + start, mine, lax.div(row, slab_rows), column)
                 else:

@@ -201,7 +201,7 @@ def test_fused_interpreted(recipe, config, counts, alignment, capacity, fused, f
     @jax.jit
     def unfused(gateup):
         gate, up = jnp.split(gateup.astype(jnp.float32), 2, axis=1)
-        product = activate(gate, up, *fused.params)
+        product = activate(gate, up, *fused.params, inverse=regs.inverse(None))
         if not fused.keep_fp32:
             product = lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
         if not fused.quantized:

@@ -15,6 +15,7 @@ import pytest
 from dgmoe_jax.interop.scales import pack_ue8m0
 from dgmoe_jax.kernels_pallas import _common
 from dgmoe_jax.kernels_pallas import permute_index as index
+from dgmoe_jax.kernels_pallas.act_quant import ACTIVATIONS as FORMULAS
 from dgmoe_jax.kernels_pallas.act_quant import act, act_quant
 from dgmoe_jax.kernels_pallas.permute import permute
 from dgmoe_jax.kernels_pallas.permute_index import num_tiles, permute_index
@@ -230,6 +231,16 @@ def test_act(tiling, activation, params, poison):
     got = act(*args, **kwargs, interpret=INTERPRET)
     np.testing.assert_allclose(f32(got)[live], want, rtol=5e-3, atol=1e-30)
     assert_unwritten(got[~owned])
+
+
+@pytest.mark.parametrize("params", [(4.0, 25.0), (1.5, 0.75), (0.5, 2e-3), (1e30, 1e-30)])
+def test_situ_is_within_2_to_the_minus_18_of_f64_before_it_is_rounded(params):
+    steps = 2.0 ** np.arange(-20, 6, 1 / 16)
+    gateup = np.stack(np.meshgrid(*[np.concatenate([-steps, steps]).astype(np.float32)] * 2))
+    situ = functools.partial(FORMULAS["situ"], inverse=lambda x: 1.0 / x)
+    got = jax.jit(lambda gate, up: situ(gate, up, *params))(*gateup)
+    want = act_reference(np.concatenate(gateup, axis=1), "situ", params)
+    np.testing.assert_allclose(got, want, rtol=2**-18, atol=2**-126)
 
 
 @pytest.mark.parametrize(
