@@ -77,10 +77,11 @@ def mine(y: jax.Array) -> np.ndarray:
 def layers(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel) -> Callable:
     """Several layers in one program, each with tokens of its own."""
 
-    def run(xs, params):
-        return [dg.sharded_moe_layer(x, params, cfg, mesh, parallel) for x in xs]
+    @jax.jit  # traced once for all of them
+    def layer(x, params):
+        return dg.sharded_moe_layer(x, params, cfg, mesh, parallel)
 
-    return jax.jit(run)
+    return jax.jit(lambda xs, params: [layer(x, params) for x in xs])
 
 
 def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.MoEParams):
@@ -93,18 +94,20 @@ def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.M
 
     def local(xs, ids, weight):
         ranks = Ranks.of(cfg, parallel, weights)
-        out = []
-        for x, topk_ids in zip(xs, ids, strict=True):
+        d = ranks.dispatcher(len(xs[0]), top_k, True, backend)
+        rows = jnp.broadcast_to(xs[0][:1], (d.ranks * d.rows, width))
+
+        @jax.jit  # traced once for all of them
+        def one(x, topk_ids, weight, rows):
             tokens = dg.types.Arrived(x, None, topk_ids, weight, None)
             wire = steps.Wire(fmt, width, top_k, False, backend)
-            d = ranks.dispatcher(len(x), top_k, True, backend)
             arrived, back = d.send(wire, tokens, wire.pack(tokens))
             # Which rows go back depends on what arrived, so that nothing can be left out.
-            row = jnp.arange(len(arrived.topk_ids), dtype=jnp.int32)[:, None]
+            row = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
             src2dst = jnp.where(arrived.topk_ids >= 0, row, -1)
-            rows = jnp.broadcast_to(xs[0][:1], (len(row), width))
-            out.append(d.bring_back(rows, src2dst, arrived, back, tokens, None, 1.0))
-        return out
+            return d.bring_back(rows, src2dst, arrived, back, tokens, None, 1.0)
+
+        return [one(x, topk_ids, weight, rows) for x, topk_ids in zip(xs, ids, strict=True)]
 
     specs = (BY_TOKEN, BY_TOKEN, BY_TOKEN)
     return jax.jit(
