@@ -1,4 +1,4 @@
-"""`python -m dgmoe_jax doctor`, `warmup` and `parity`."""
+"""`python -m dgmoe_jax doctor`, `warmup`, `network` and `parity`."""
 
 from __future__ import annotations
 
@@ -108,6 +108,65 @@ def warmup(
     except (ValueError, RuntimeError) as problem:
         sys.exit(f"warmup: {problem}")
     print(json.dumps(asdict(report), indent=2) if as_json else report)
+
+
+@app.command()
+def network(
+    *,
+    experts: Annotated[int, _help("Number of routed experts.")] = 256,
+    hidden: Annotated[int, _help("Hidden size.")] = 7168,
+    intermediate: Annotated[int, _help("Intermediate size of an expert.")] = 2048,
+    top_k: Annotated[int, _help("Experts a token.")] = 8,
+    recipe: str = "fp8_block",
+    tokens: Annotated[str, _help("Tokens of each GPU.")] = "128,4096",
+    gpus: Annotated[str, _help("Numbers of GPUs.")] = "8,72,256,1024,4096",
+    ep: Annotated[int | None, _help("GPUs that share the experts, at most.", min=1)] = None,
+    domains: Annotated[str, _help("GPUs that NVLink joins.")] = "8,72",
+    capacity_factor: Annotated[float, _help("Parallel.capacity_factor.")] = 2.0,
+    measured: Annotated[
+        Path | None, _help("Lines of scripts/bench_parallel.py to fit to, and to print beside.")
+    ] = None,
+    markdown: Annotated[bool, _help("The table for a page.")] = False,
+) -> None:
+    """How long dispatch and combine take on 8 to 4096 GPUs, by a model of five numbers."""
+    from dgmoe_jax import network as model
+
+    lines = [json.loads(line) for line in measured.read_text().splitlines()] if measured else []
+    try:
+        networks = model.fits(lines)
+        cfg = model.config(experts, top_k, hidden, intermediate, recipe)
+        rows = [
+            {"GPUs": ", ".join(map(str, counts))}
+            | model.row(
+                *(cfg, t, ranks), networks=networks, domain=domain, capacity_factor=capacity_factor
+            )
+            for t in token_counts(tokens)
+            for ranks, counts in model.groups(cfg, token_counts(gpus), ep).items()
+            for i, domain in enumerate(token_counts(domains))
+            if i == 0 or ranks >= domain
+        ]
+    except (ValueError, NotImplementedError) as problem:
+        sys.exit(f"network: {problem}")
+    notes = [f"collectives: {networks['all_to_all']}", f"one_sided: {networks['one_sided']}"]
+    if markdown:
+        head = [list(rows[0]), ["---"] * len(rows[0])]
+        for cells in head + [list(row.values()) for row in rows]:
+            print("| " + " | ".join(cells) + " |")
+        print("\n" + "\n".join(f"- {note}" for note in notes))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    shown = Table(*rows[0], title=f"us of dispatch and combine, {cfg.num_experts} experts")
+    for row in rows:
+        shown.add_row(*row.values())
+    console.print(shown)
+    for note in notes:
+        console.print(note, highlight=False)
+    beside = Table("dispatch", "GPUs", "T", "measured us", "model us", "ratio")
+    for line, sent in model.measured(lines):
+        us = networks[line["dispatch"]].seconds(sent) * 1e6
+        sizes = (line["dispatch"], str(line["gpus"]), str(line["T"]))
+        beside.add_row(*sizes, f"{line['us']:.0f}", f"{us:.0f}", f"{us / line['us']:.2f}")
+    console.print(beside if beside.row_count else "Nothing measured: all of it is assumed.")
 
 
 @app.command()

@@ -46,6 +46,7 @@ ALLOWED = {
         "types",
     },
     "parallel": {"config", "plan", "recipes", "steps"},
+    "network": {"config", "parallel", "plan", "recipes", "steps"},
     "sharding": {"checks", "config", "layer", "parallel", "types"},
     "warmup": {"backends", "config", "plan", "progress", "recipes"},
     "doctor": {"backends", "config", "plan", "recipes"},
