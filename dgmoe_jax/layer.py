@@ -175,7 +175,10 @@ def _sent_at_once(
     if promised:
         y = jnp.where(broken[:, None], jnp.nan, y)
     y = y if valid is None else jnp.where(valid[:, None], y, 0)
-    return y, Stats(counts, jnp.sum(way_back.lost, dtype=jnp.int32))
+    lost = way_back.lost
+    for axis in parallel.gathered:  # Each of its ranks counts those of its own tokens.
+        lost = own_slice(lost, axis)
+    return y, Stats(counts, jnp.sum(lost, dtype=jnp.int32))
 
 
 def _routed(

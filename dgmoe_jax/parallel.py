@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dgmoe_jax import checks
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Load, load
 from dgmoe_jax.recipes import TILE, Format, padded
@@ -67,7 +68,11 @@ class Parallel:
                 raise TypeError(f"Parallel.{name}={value!r}: must be the name of a mesh axis")
         if self.ep is not None and self.ep == self.tp:
             raise ValueError(f"Parallel.tp={self.tp!r}: must be another axis than ep")
+        if self.dp is not None and not isinstance(self.dp, (str, tuple, list)):
+            raise TypeError(f"Parallel.dp={self.dp!r}: must be the name of a mesh axis, or several")
         dp = self.token_axes
+        if isinstance(self.dp, list):
+            object.__setattr__(self, "dp", dp)
         if not all(isinstance(a, str) for a in dp) or len(set(dp)) != len(dp):
             raise ValueError(f"Parallel.dp={self.dp!r}: must be names of mesh axes, each once")
         for name, allowed in (("dispatch", tuple(dispatch.DISPATCHERS)), ("shared", SHARED)):
@@ -100,7 +105,8 @@ class Parallel:
         if self.placement is not None:
             if self.ep is None:
                 raise ValueError("Parallel.placement: given without ep, the axis of its ranks")
-            object.__setattr__(self, "placement", tuple(int(e) for e in self.placement))
+            slots = tuple(checks.count("Parallel.placement", e, -1) for e in self.placement)
+            object.__setattr__(self, "placement", slots)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -268,7 +274,7 @@ class Ranks:
             return topk_ids
         table = jnp.asarray(_copies(self.parallel.placement))
         copy = jnp.arange(topk_ids.shape[0]) % table.shape[0]
-        known = topk_ids >= 0
+        known = (topk_ids >= 0) & (topk_ids < self.num_experts)
         return jnp.where(known, table[copy[:, None], jnp.where(known, topk_ids, 0)], -1)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dgmoe_jax import checks
 from dgmoe_jax.config import MoEConfig
@@ -198,6 +198,11 @@ def sharded_moe_layer(
         return out[0], jax.lax.psum(out[1], over) if over else out[1]
 
     by_token = PartitionSpec(axes or None)
+    explicit = AxisType.Explicit in mesh.axis_types
+    if explicit:
+        tokens = jax.tree.map(
+            lambda a: jax.sharding.reshard(a, NamedSharding(mesh, by_token)), tokens
+        )
     specs = (*jax.tree.map(lambda _: by_token, tokens), _specs(params, parallel))
     run = jax.shard_map(
         local,
@@ -208,7 +213,10 @@ def sharded_moe_layer(
     )
     out = run(*tokens, params)
     y = out[0] if stats else out
-    y = y[:num_tokens]
+    if y.shape[0] != num_tokens:
+        if explicit:  # which has no unequal parts
+            y = jax.sharding.reshard(y, NamedSharding(mesh, PartitionSpec()))
+        y = y[:num_tokens]
     return (y, out[1]) if stats else y
 
 

@@ -51,6 +51,9 @@ _DLPACK_KIND = {"cpu": 1, "cuda": 2}
 _dropped: collections.deque[tuple[Any, jax.Array]] = collections.deque()
 """Arrays whose tensors are gone, until the event after torch's last work on them has passed."""
 
+_spare: dict[Any, list[Any]] = collections.defaultdict(list)
+"""Events that have passed, by their device."""
+
 
 def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
     """A torch tensor as a JAX array on the same device, the same bits.
@@ -123,7 +126,8 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
     if tensor.is_cuda:
         weakref.finalize(tensor.untyped_storage(), _drop, array, tensor.device).atexit = False
         while _dropped and _dropped[0][0].query():
-            _dropped.popleft()
+            event, _ = _dropped.popleft()
+            _spare[event.device].append(event)
     return tensor.clone() if copy else tensor
 
 
@@ -154,7 +158,9 @@ def share(tensor: torch.Tensor) -> jax.Array:
     if jaxlib.__version__ not in _TRIED:
         return jnp.from_dlpack(tensor)
     device, kind, stream = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type], None
-    if tensor.is_cuda:
+    if tensor.is_cuda and not torch.cuda.current_stream().query():
+        # JAX starts what reads the tensor when its host hears of the event, 200 us late: only where
+        # there is something to wait for.
         stream = device.get_stream_for_external_ready_events()
         waiting, event = _waiting(tensor.device, stream, threading.get_ident())
         event.record()
@@ -215,6 +221,6 @@ def _drop(array: jax.Array, device: torch.device) -> None:
 
     if torch.cuda.is_current_stream_capturing():  # an event of a graph's cannot be asked
         return
-    event = torch.cuda.Event()
+    event = _spare[device].pop() if _spare[device] else torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     _dropped.append((event, array))

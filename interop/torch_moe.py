@@ -278,11 +278,7 @@ def _route(x, params, token_ids, *, cfg):
     return _logits_and_routing(x, params, token_ids, cfg, backend)
 
 
-# Torch's tensors lie elsewhere in each call, and XLA records its command buffers again for that:
-# 229 us a call against 106 without (bench/layer.jsonl, one token, E 128, H 2048).
-@functools.partial(
-    jax.jit, static_argnames="cfg", compiler_options={"xla_gpu_enable_command_buffer": ""}
-)
+@functools.partial(jax.jit, static_argnames="cfg")
 def _layer(x, params, token_ids, *, cfg):
     if x.dtype == jnp.bfloat16:
         return dg.moe_layer(x, params, cfg, token_ids=token_ids)

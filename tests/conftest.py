@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
+
+# Kernels in interpret mode wait for each other in callbacks, on XLA's own threads: on a small CPU
+# none may be left for an operation that XLA splits among them.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
 
 import jax
 import jax.numpy as jnp

@@ -3,6 +3,22 @@
 A row on the wire is a token in the format that the GEMMs read, so that what crosses is quantised
 already, and behind it what its rank must know of it: scales, weights, experts' ids. One message
 carries all of them. Rows that nobody sent arrive with ids of -1.
+
+XLA's collectives in a call of the layer (`chunks` times as many); a is the axis of `ep`, b of `tp`:
+
+    ep  tp  dp    "standard"                    the others
+    a   -   -     all_reduce                    send, all_gather
+    a   -   a     all_gather, reduce_scatter    send
+    -   b   -     all_reduce
+    -   b   b     all_gather, reduce_scatter
+    a   b   -     all_reduce                    send, all_reduce, all_gather
+    a   b   a,b   all_gather, reduce_scatter    send, all_gather, reduce_scatter
+    a   b   a     2 all_gather, reduce_scatter  send, all_reduce
+    a   b   b     2 all_gather, reduce_scatter  send, 2 all_gather, reduce_scatter
+
+send: 2 all_to_all, there and back; 3 in "expanded", which sends what its rows are first; none in
+"one_sided", which has two kernels in their place. So results are reduced once wherever they are
+partial sums. `stats=True` over split tokens reduces its two counts besides.
 """
 
 from __future__ import annotations
@@ -202,6 +218,11 @@ class AllToAll(Dispatcher):
     comes back: DeepEP's normal mode. The source adds what ranks send, in their order, in f32."""
 
     def send(self, wire, tokens, on_wire):
+        if wire.top_k > most_slots(wire.fmt):
+            raise NotImplementedError(
+                f"{wire.top_k} slots of a token: a row in {wire.fmt.name} has room for the ids of"
+                f" {most_slots(wire.fmt)}; dispatch='standard' and 'expanded' take any number"
+            )
         ids, each = tokens.topk_ids, jnp.arange(self.ranks, dtype=I32)
         ranks = jnp.where(ids >= 0, ids // self.num_experts, -1)
         goes = jnp.any(ranks[:, :, None] == each, axis=1)
