@@ -103,7 +103,7 @@ def only_where_it_runs(x: Array, backend: str, dispatch: str = "standard") -> Ar
 
 def current_arch() -> str:
     """The default device as `plan` names it: "cpu", "sm90", "sm100", ..., or "gpu" if unknown."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     if device.platform != "gpu":
         return "cpu"
     capability = str(getattr(device, "compute_capability", ""))
@@ -111,8 +111,11 @@ def current_arch() -> str:
 
 
 def free_bytes() -> int | None:
-    """Memory that the default device has left for this process, or None where it does not say."""
-    stats = jax.devices()[0].memory_stats() or {}
+    """Memory that the default device has left for this process, or None where it does not say, and
+    where several processes must decide alike, whose devices have not all the same."""
+    if jax.process_count() > 1:
+        return None
+    stats = jax.local_devices()[0].memory_stats() or {}
     if not {"bytes_limit", "bytes_in_use"} <= stats.keys():
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"]

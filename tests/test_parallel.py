@@ -65,6 +65,8 @@ class Run:
 
     def read(self):
         for text in self.processes[0].stdout:
+            if not text.startswith("{"):  # gloo talks there
+                continue
             line = json.loads(text)
             with self.changed:
                 name = line.pop("case")
