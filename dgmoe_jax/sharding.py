@@ -54,7 +54,7 @@ def shard_params(params: MoEParams, cfg: MoEConfig, mesh: Mesh, parallel: Parall
             # Packed scales lie across: their rows are K's, four groups in a word.
             group = fmt.shares[0 if rows else 1] * (4 if fmt.packed_scales and not rows else 1)
             axis = (2 if rows else 1) if fmt.packed_scales else (1 if rows else 2)
-            scales = put(operand.scales, axis=axis, size=ranks * inner // group)
+            scales = put(operand.scales, axis=axis, size=-(-ranks * inner // group))
             return Scaled(values, scales, fmt)
 
         return ExpertWeights(scaled(weights.w13, 2, True), scaled(weights.w2, 1, False))

@@ -51,6 +51,8 @@ _DLPACK_KIND = {"cpu": 1, "cuda": 2}
 _dropped: collections.deque[tuple[Any, jax.Array]] = collections.deque()
 """Arrays whose tensors are gone, until the event after torch's last work on them has passed."""
 
+_letting_go = threading.Lock()
+
 _spare: dict[Any, list[Any]] = collections.defaultdict(list)
 """Events that have passed, by their device."""
 
@@ -125,9 +127,7 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
         tensor = torch.from_dlpack(array)
     if tensor.is_cuda:
         weakref.finalize(tensor.untyped_storage(), _drop, array, tensor.device).atexit = False
-        while _dropped and _dropped[0][0].query():
-            event, _ = _dropped.popleft()
-            _spare[event.device].append(event)
+        _let_go()
     return tensor.clone() if copy else tensor
 
 
@@ -157,6 +157,7 @@ def share(tensor: torch.Tensor) -> jax.Array:
         )
     if jaxlib.__version__ not in _TRIED:
         return jnp.from_dlpack(tensor)
+    _let_go()  # before what comes next takes other memory, for which XLA records its graphs again
     device, kind, stream = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type], None
     if tensor.is_cuda and not torch.cuda.current_stream().query():
         # JAX starts what reads the tensor when its host hears of the event, 200 us late: only where
@@ -213,6 +214,17 @@ def _why_not_shared(tensor: torch.Tensor) -> str | None:
 def _check_dtype(owner: str, name: str) -> None:
     if name not in DTYPES:
         raise TypeError(f"{owner}: dtype {name}, must be in {DTYPES}")
+
+
+def _let_go() -> None:
+    if not _letting_go.acquire(blocking=False):  # another thread is at it
+        return
+    try:
+        while _dropped and _dropped[0][0].query():
+            event, _ = _dropped.popleft()
+            _spare[event.device].append(event)
+    finally:
+        _letting_go.release()
 
 
 def _drop(array: jax.Array, device: torch.device) -> None:

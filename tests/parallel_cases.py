@@ -95,19 +95,24 @@ INPUTS = (
 def cases(mode: str) -> dict[str, Case]:
     """What a mode runs: name -> case."""
     found: dict[str, Case] = {}
-    if mode.startswith("processes"):
+    if mode.endswith("processes"):
         for dispatch in CPU_DISPATCHERS:
             found[f"{dispatch}, DP + EP"] = case("DP + EP", dispatch, tokens=45)
-        found["low_latency, routed"] = case("DP + EP", "low_latency", how="routed", shared=0)
-        found["standard, TP"] = case("DP + TP", "standard", "bf16")
+        if mode == "2 processes":
+            found["low_latency, routed"] = case(
+                "DP + EP", "low_latency", how="routed", router=dict(top_k=3), shared=0
+            )
+            found["standard, DP + TP"] = case("DP + TP", "standard", "bf16")
         return found
     dispatchers = DISPATCHERS if mode == "gpu" else CPU_DISPATCHERS
     meshes = ON_TWO if mode == "gpu" else PRODUCT
     for mesh in meshes:
         for dispatch in dispatchers:
             if has(dispatch, mesh) and mesh != "DP":
-                for recipe, tokens in (("bf16", 45), ("fp8_block", T)):
-                    found[f"{dispatch}, {mesh}, {recipe}"] = case(mesh, dispatch, recipe, tokens)
+                for recipe, tokens, shared in (("bf16", 45, 0), ("fp8_block", T, 1)):
+                    found[f"{dispatch}, {mesh}, {recipe}"] = case(
+                        mesh, dispatch, recipe, tokens, shared=shared
+                    )
     found["standard, DP"] = case("DP", "standard")
     for dispatch in dispatchers:
         for recipe, layout in (("bf16", "masked"), ("fp8_block", "contiguous")):
@@ -243,7 +248,8 @@ def main() -> None:
         jax.distributed.initialize(
             f"localhost:{given.port}", given.processes, given.process, initialization_timeout=60
         )
-    runs = cases(given.mode)
+    several = given.mode == "processes"
+    runs = cases(f"{given.processes} processes" if several else given.mode)
     for name in given.names or runs:
         try:
             for line in RUN[runs[name].how](runs[name]):
