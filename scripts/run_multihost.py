@@ -24,6 +24,9 @@ import traceback
 from collections.abc import Callable
 from typing import Annotated
 
+# JAX would take most of the GPU for itself, which those that compile beside it need.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -324,8 +327,9 @@ def launch(
                 )
                 if not gpu:
                     env["JAX_NUM_CPU_DEVICES"] = str(devices)
-                elif hosts > 1:  # NCCL then goes through the network between them, and it alone
-                    env |= dict(NCCL_HOSTID=f"host{host}", NCCL_SOCKET_IFNAME="lo")
+                elif hosts > 1:  # NCCL then has NVLink within a group and sockets between them
+                    interface = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
+                    env |= dict(NCCL_HOSTID=f"host{host}", NCCL_SOCKET_IFNAME=interface)
                 options = ["--worker", f"--coordinator={address}:{port}", f"--process-id={number}"]
                 started.append(Process(number, env, options, on_line))
             return watch(started, say, timeout, began + limit)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import random_layer
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from typer.testing import CliRunner
 
 import dgmoe_jax as dg
@@ -56,7 +56,7 @@ def test_what_is_sent_is_what_the_layer_sends(dispatch, capacity_factor, tokens,
     params = dataclasses.replace(layer.params, experts=mine)
     run = jax.shard_map(
         partial(dg.moe_layer, params=params, cfg=layer.cfg, parallel=parallel),
-        mesh=AbstractMesh((RANKS,), ("ep",)),
+        mesh=AbstractMesh((RANKS,), ("ep",), axis_types=(AxisType.Auto,)),
         in_specs=PartitionSpec("ep"),
         out_specs=PartitionSpec("ep"),
         check_vma=False,
