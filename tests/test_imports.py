@@ -45,7 +45,7 @@ ALLOWED = {
         "steps",
         "types",
     },
-    "parallel": {"config", "plan", "recipes", "steps"},
+    "parallel": {"checks", "config", "plan", "recipes", "steps"},
     "network": {"config", "parallel", "plan", "recipes", "steps"},
     "sharding": {"checks", "config", "layer", "parallel", "types"},
     "warmup": {"backends", "config", "plan", "progress", "recipes"},
