@@ -24,7 +24,8 @@ from pathlib import Path
 import dgmoe_jax.interop.deep_gemm as bridge
 import dgmoe_jax.kernels_pallas.quant
 assert (Path(bridge.__file__).parent / "shim.cpp").exists(), "the shim's source is not packaged"
-assert Path(dg.__file__).with_name("py.typed").exists()
+for name in ("py.typed", "PARALLEL.md"):
+    assert Path(dg.__file__).with_name(name).exists(), name
 
 import jax.numpy as jnp
 cfg = dg.MoEConfig(num_experts=2, hidden_size=128, intermediate_size=128,
