@@ -92,7 +92,7 @@ def moe_layer(
     pieces, found = zip(*(run(*piece) for piece in _cut(tokens, parallel.chunks)), strict=True)
     y = jnp.concatenate(pieces)
     if parallel.sliced:
-        y = gather(y, (parallel.ep,))[:num_tokens]
+        y = gather(y, (parallel.ep,), "invarying")[:num_tokens]
     return (y, jax.tree.map(lambda *parts: sum(parts), *found)) if stats else y
 
 
@@ -126,9 +126,13 @@ def _sent_at_once(
     if plan is None:
         plan = decide(grouped, num_tokens, most, experts=part.experts, inner=part.inner)
     checks.instance("plan", plan, Plan, "from dgmoe_jax.plan(cfg, T)")
-    promised = not distinct and plan.layout == "masked" and plan.capacity < most.per_expert
+    kept = ranks.load(num_tokens, top_k, distinct or plan.distinct_ids)
+    # Only a promise by which there is less room can do harm when it is broken.
+    promised = kept != most and (
+        plan.capacity < most.per_expert or kept.assignments < most.assignments
+    )
     distinct = distinct or plan.distinct_ids
-    checks.plan(plan, part.experts, ranks.load(num_tokens, top_k, distinct), distinct)
+    checks.plan(plan, part.experts, kept, distinct)
     if num_tokens == 0:
         counts = jnp.zeros(grouped.num_experts, jnp.int32)
         return jnp.zeros_like(x), Stats(counts, jnp.zeros((), jnp.int32))

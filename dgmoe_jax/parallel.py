@@ -269,13 +269,17 @@ class Ranks:
         )
 
     def slots(self, topk_ids: Array) -> Array:
-        """Experts' ids [T, k] -> those of the slots that hold them; -1 stays."""
-        if self.parallel.placement is None:
+        """Experts' ids [T, k] -> those of the slots that hold them; -1 where there is no expert."""
+        if self.parallel.ep is None:
             return topk_ids
-        table = jnp.asarray(_copies(self.parallel.placement))
-        copy = jnp.arange(topk_ids.shape[0]) % table.shape[0]
+        # Nothing may be sent to an empty slot, which an id past the last expert would name.
         known = (topk_ids >= 0) & (topk_ids < self.num_experts)
-        return jnp.where(known, table[copy[:, None], jnp.where(known, topk_ids, 0)], -1)
+        slots = jnp.where(known, topk_ids, 0)
+        if self.parallel.placement is not None:
+            table = jnp.asarray(_copies(self.parallel.placement))
+            copy = jnp.arange(topk_ids.shape[0]) % table.shape[0]
+            slots = table[copy[:, None], slots]
+        return jnp.where(known, slots, -1)
 
 
 def own_slice(x: Array, axis: str) -> Array:
@@ -286,9 +290,12 @@ def own_slice(x: Array, axis: str) -> Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * part, part)
 
 
-def gather(x: Array, axes: tuple[str, ...]) -> Array:
-    """Every rank's rows, one after another."""
-    return dispatch.as_bits(lambda bits: lax.all_gather(bits, axes, tiled=True), x)
+def gather(x: Array, axes: tuple[str, ...], to: str = "varying") -> Array:
+    """Every rank's rows, one after another. `to`: "invarying" lets shard_map know that all ranks
+    have them."""
+    if x.shape[0] == 0:  # XLA gathers no empty arrays
+        return x
+    return dispatch.as_bits(lambda bits: lax.all_gather(bits, axes, tiled=True, to=to), x)
 
 
 def reduce(y: Array, parallel: Parallel) -> Array:
@@ -307,4 +314,4 @@ def reduce(y: Array, parallel: Parallel) -> Array:
     tokens = y.shape[1]
     y = jnp.pad(y, ((0, 0), (0, -tokens % ranks), (0, 0)))
     y = lax.psum_scatter(y.reshape(-1, y.shape[-1]), (*back, *rest), tiled=True)
-    return gather(y, rest)[:tokens]
+    return gather(y, rest, "invarying")[:tokens]

@@ -116,11 +116,12 @@ def load(
     shared_tokens: int | None = None,
 ) -> Load:
     """Of `num_tokens` tokens, `top_k` slots each, for `num_experts` experts, of which this rank has
-    `experts` and gets `received` (rows, slots of each) at most."""
+    `experts` and gets `received` (rows, slots of each) at most, some of which no token fills."""
     rows, slots = received or (num_tokens, top_k)
+    each = lambda slots: min(slots, experts) if distinct else slots  # noqa: E731
     return Load(
         expected=num_tokens * top_k / num_experts,
-        assignments=rows * (min(slots, experts) if distinct else slots),
+        assignments=min(rows * each(slots), num_tokens * each(top_k)),
         per_expert=min(rows, num_tokens) * (1 if distinct else top_k),
         shared_tokens=num_tokens if shared_tokens is None else shared_tokens,
     )

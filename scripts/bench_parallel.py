@@ -10,14 +10,13 @@ Tokens are split over all GPUs, and so are experts ("ep") or every expert's colu
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -146,8 +145,8 @@ class Run:
         self.first = jax.process_index() == 0
         self.table = Table(*COLUMNS.values())
         rng = np.random.default_rng(0)
-        self.xs, self.ids, self.wanted, self.single, self.jobs = {}, {}, {}, {}, []
-        self.pool, self.sharded, self.failed = ThreadPoolExecutor(8), {}, 0
+        self.xs, self.ids, self.wanted, self.single = {}, {}, {}, {}
+        self.pool, self.sharded, self.failed = ThreadPoolExecutor(16), {}, 0
         for t in sizes:
             shape = (8 if t <= 1024 else 4, self.gpus * t, s.H)
             self.xs[t] = rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
@@ -159,41 +158,30 @@ class Run:
             seconds = time.monotonic() - self.start
             self.console.print(f"{seconds:4.0f} s {text}", style="dim", highlight=False)
 
-    def one_gpu(self, timed: bool) -> None:
-        """The results to compare with, and the same tokens' time on one GPU."""
-        run = jax.jit(lambda xs, params: [dg.moe_layer(x, params, self.cfg) for x in xs])
-        for t, xs in self.xs.items():
-            here = [jax.device_put(x, jax.local_devices()[0]) for x in xs]
-            self.wanted[t] = np.asarray(run(here, self.params)[0])
-            if timed:
-                us = _bench.median_us(functools.partial(run, here, self.params), repeats=10)
-                self.single[t] = us / len(xs)
-                self.note(f"one GPU, {self.gpus} x {t} tokens: {self.single[t]:.1f} us a layer")
-
-    def add(self, dispatch: str, axis: str, chunks: int, *, alone: bool, whole: bool) -> None:
-        """Start to compile."""
-        parallel = dg.Parallel(**{axis: AXIS}, dp=AXIS, dispatch=dispatch, chunks=chunks)
-        if axis not in self.sharded:
-            self.sharded[axis] = dg.shard_params(self.params, self.cfg, self.mesh, parallel)
-            self.note(f"params over {axis}")
-        params = self.sharded[axis]
-        for t, xs in self.xs.items():
-            args = [put(self.mesh, x) for x in xs]
+    def at(self, t: int, ways: list[tuple[str, str, int]], *, alone: bool, whole: bool) -> None:
+        """All ways for `t` tokens a GPU: compiled side by side, then timed one by one."""
+        self.one_gpu(t, timed=whole and self.first)
+        jobs = []
+        for dispatch, axis, chunks in ways:
+            parallel = dg.Parallel(**{axis: AXIS}, dp=AXIS, dispatch=dispatch, chunks=chunks)
+            if axis not in self.sharded:
+                self.sharded[axis] = dg.shard_params(self.params, self.cfg, self.mesh, parallel)
+                self.note(f"params over {axis}")
+            params, args = self.sharded[axis], [put(self.mesh, x) for x in self.xs[t]]
             key = {"dispatch": dispatch, "split": axis, "chunks": chunks, "T": t}
             if whole:
                 lowered = layers(self.cfg, self.mesh, parallel).lower(args, params)
-                self.jobs.append(("layer", key, self.pool.submit(lowered.compile), (args, params)))
+                jobs.append(("layer", key, self.pool.submit(lowered.compile), (args, params)))
             if alone and dispatch != "standard" and chunks == 1:
                 ids = self.ids[t]
                 weights = put(self.mesh, np.full(ids.shape, 1 / self.shape.k, np.float32))
                 given = args, [put(self.mesh, ids)] * len(args), weights
                 lowered = exchanges(self.cfg, self.mesh, parallel, params).lower(*given)
-                self.jobs.append(("dispatch", key, self.pool.submit(lowered.compile), given))
-
-    def finish(self) -> None:
-        self.params = None
-        while self.jobs:
-            what, key, job, args = self.jobs.pop(0)
+                jobs.append(("dispatch", key, self.pool.submit(lowered.compile), given))
+        self.note(f"{len(jobs)} programs of {t} tokens a GPU are lowered")
+        wait([job for _, _, job, _ in jobs])  # compiling beside it would slow the host
+        self.note("and compiled")
+        for what, key, job, args in jobs:
             record = {"bench": what, **self.head, **key}
             try:
                 record |= self.measured(what, key, job.result(), args)
@@ -202,17 +190,20 @@ class Run:
                 record["failed"] = f"{type(problem).__name__}: {problem}"[:500]
             if self.first:
                 _bench.append(self.out, record)
-                cells = {column: record.get(column) for column in COLUMNS}
-                self.note(
-                    " ".join(
-                        f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
-                        for k, v in cells.items()
-                        if v is not None
-                    )
-                )
-                self.table.add_row(*(cell(v) for v in cells.values()))
-        if self.first:
-            self.console.print(self.table)
+                cells = {column: cell(record.get(column)) for column in COLUMNS}
+                self.note(" ".join(f"{k}={v}" for k, v in cells.items() if v != "-"))
+                self.table.add_row(*cells.values())
+
+    def one_gpu(self, t: int, timed: bool) -> None:
+        """The results to compare with, and the same tokens' time on one GPU."""
+        layer = jax.jit(lambda x, params: dg.moe_layer(x, params, self.cfg))
+        run = jax.jit(lambda xs, params: [layer(x, params) for x in xs])
+        here = [jax.device_put(x, jax.local_devices()[0]) for x in self.xs[t]]
+        self.wanted[t] = np.asarray(run(here, self.params)[0])
+        if timed:
+            us = _bench.median_us(functools.partial(run, here, self.params), repeats=10)
+            self.single[t] = us / len(here)
+            self.note(f"one GPU, {self.gpus} x {t} tokens: {self.single[t]:.1f} us a layer")
 
     def measured(self, what: str, key: dict, run: Callable, args: tuple) -> dict:
         t, y, found = key["T"], run(*args), {}
@@ -253,7 +244,13 @@ def start_processes(count: int) -> int:
         [sys.executable, __file__, *given, "--worker", f"{address},{count},{i}"]
         for i in range(count)
     ]
-    return max(abs(p.wait()) for p in [subprocess.Popen(command) for command in commands])
+    running = [subprocess.Popen(command) for command in commands]
+    while any(status is None for status in [p.poll() for p in running]):
+        if any(p.returncode for p in running):  # the others would wait for it
+            for p in running:
+                p.kill()
+        time.sleep(0.2)
+    return max(abs(p.returncode) for p in running)
 
 
 def main(
@@ -279,14 +276,19 @@ def main(
     if worker:
         address, count, number = worker.split(",")
         jax.distributed.initialize(address, int(count), int(number), local_device_ids=[int(number)])
-    run = Run(shape, recipe, [int(t) for t in tokens.split(",")], out)
-    run.one_gpu(timed=whole and run.first)
-    for axis, way, pieces in itertools.product(
-        split.split(","), dispatch.split(","), map(int, chunks.split(","))
-    ):
-        if axis == "ep" or way == "standard":
-            run.add(way, axis, pieces, alone=alone, whole=whole)
-    run.finish()
+    sizes = [int(t) for t in tokens.split(",")]
+    run = Run(shape, recipe, sizes, out)
+    ways = [
+        (way, axis, pieces)
+        for axis in split.split(",")
+        for way in dispatch.split(",")
+        for pieces in map(int, chunks.split(","))
+        if axis == "ep" or way == "standard"
+    ]
+    for t in sizes:
+        run.at(t, ways, alone=alone, whole=whole)
+    if run.first:
+        run.console.print(run.table)
     raise typer.Exit(min(run.failed, 1))
 
 

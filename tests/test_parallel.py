@@ -209,10 +209,6 @@ def test_the_program_has_the_collectives_that_the_page_names_and_no_other(run_of
     assert sum(line["collectives"].get(r, 0) for r in reductions) == partial * chunks
 
 
-def test_the_page_names_every_split():
-    assert len(PAGE) == 8
-
-
 @every("cuda")
 def test_for_a_gpu_it_is_one_program_of_the_same_collectives_without_the_host(run_of, mode, name):
     case = cases(mode)[name]
@@ -250,11 +246,9 @@ def test_a_token_has_as_many_slots_as_its_row_has_room_for_ids(recipe, room):
     layer = random_layer(recipe=recipe)
     ids = np.random.default_rng(1).integers(-1, 4, (5, room + 1))
     weights = np.random.default_rng(2).integers(1, 9, ids.shape) / 64
-    for kind in dispatch.DISPATCHERS:
-        if kind == "one_sided":
-            continue
+    for kind in ("all_to_all", "expanded"):
         parallel, full = dataclasses.replace(EP, dispatch=kind), routing(ids, weights)
-        if kind in ("standard", "expanded"):
+        if kind == "expanded":
             got = one_by_one(layer, parallel, routing=full)
             want = layer(X, ids, weights)
             np.testing.assert_allclose(got.astype(float), want.astype(float), rtol=0.03, atol=0.03)

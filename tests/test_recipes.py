@@ -320,7 +320,7 @@ def test_the_layer_on_fp4_tiles_in_interpret_mode(monkeypatch):
         return get(step, "xla")
 
     monkeypatch.setattr(backends, "get", interpreted)
-    monkeypatch.setattr(backends, "only_where_it_runs", lambda x, backend: x)
+    monkeypatch.setattr(backends, "only_where_it_runs", lambda x, *_: x)
     monkeypatch.setattr(grouped_gemm, "_SMS", 2)
     layer = random_layer(experts=3, recipe="mxfp4", backend="pallas")
     assert layer.params.experts.w13.format == MXFP4_TILES
