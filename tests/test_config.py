@@ -199,7 +199,8 @@ def test_plan_picks_the_kernels_measured_fastest_on_sm90_and_xla_elsewhere(recip
 
 
 def test_plan_picks_what_the_committed_measurements_show_to_be_fastest():
-    """Within 3 %, of what was measured with the present kernels in more than one way."""
+    """Within 3 % and 4 us, by which two runs of the shortest differ, of what was measured with the
+    present kernels in more than one way."""
     lines = (Path(__file__).parents[1] / "bench/layer.jsonl").read_text().splitlines()
     found = {}
     for line in map(json.loads, lines):
@@ -212,9 +213,16 @@ def test_plan_picks_what_the_committed_measurements_show_to_be_fastest():
         plan = dg.plan(cfg, count, arch="sm90", free_bytes=130 * 10**9)
         us = times.get((plan.backend, plan.layout))
         if us is not None and len(times) > 1:
-            assert us <= 1.03 * min(times.values()), (plan.why, times)
+            assert us <= 1.03 * min(times.values()) + 4, (plan.why, times)
             compared += 1
     assert compared >= 5
+
+
+def test_plan_of_a_rank_has_its_part_of_the_experts_and_room_for_all_tokens():
+    cfg = config(num_experts=16, layout="masked", backend="deep_gemm")
+    whole, rank = (dg.plan(cfg, 512, arch="sm90", ep_size=n, tp_size=n) for n in (1, 4))
+    assert (whole.rows, rank.rows) == (16 * 512, 4 * 512)
+    assert rank.expected_m == whole.expected_m and rank.workspace_bytes < whole.workspace_bytes
 
 
 def test_plan_needs_more_memory_for_more_tokens():
@@ -257,7 +265,7 @@ def test_plan_respects_the_memory_that_is_free():
         (ValueError, ["arch=90", "'sm90'"], {}, 8, {"arch": 90}),
         (ValueError, ["arch=''", "'sm90'"], {}, 8, {"arch": ""}),
         (ValueError, ["num_tokens=1073741824", "int32"], {}, 2**30, {}),
-        (NotImplementedError, ["ep_size=2", "ep_size=1"], {}, 8, {"ep_size": 2}),
+        (ValueError, ["ep_size=0", "at least 1"], {}, 8, {"ep_size": 0}),
         (
             NotImplementedError,
             ["'pallas'", "sm80", "'xla'"],
