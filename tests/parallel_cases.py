@@ -126,7 +126,8 @@ def cases(mode: str) -> dict[str, Case]:
         found[f"{dispatch}, T 1"] = case(
             "EP" if dispatch in ("all_to_all", "expanded") else "DP + EP", dispatch, tokens=1
         )
-        found[f"{dispatch}, T 0"] = case("DP + EP", dispatch, tokens=0)
+        for mesh in ("EP", "DP + EP"):
+            found[f"{dispatch}, {mesh}, T 0"] = case(mesh, dispatch, tokens=0)
     bounded = [d for d in dispatchers if d != "standard"]
     for dispatch in bounded:
         for strict in (False, True):
@@ -189,9 +190,26 @@ def cases(mode: str) -> dict[str, Case]:
             found[f"{recipe}, packed scales, {mesh}"] = case(mesh, dispatch, recipe, arch="sm100")
         if recipe != "fp8_block":
             found[f"{recipe}, EP x TP"] = case("EP x TP", "all_to_all", recipe)
-    for dispatch, vma in (("standard", True), ("all_to_all", True), ("expanded", False)):
-        found[f"in the caller's shard_map, {dispatch}, check_vma {vma}"] = case(
-            "DP + EP x TP", dispatch, how="callers", options=("vma",) * vma
+    for mesh, dispatch, vma in (
+        ("DP + EP x TP", "standard", True),
+        ("DP + EP x TP", "all_to_all", True),
+        ("DP + EP x TP", "expanded", False),
+        ("EP", "low_latency", True),
+        ("tokens by EP, x TP", "standard", True),
+        ("tokens by TP, x EP", "all_to_all", True),
+    ):
+        found[f"in the caller's shard_map, {dispatch}, {mesh}, check_vma {vma}"] = case(
+            mesh, dispatch, how="callers", options=("vma",) * vma
+        )
+    found["an id of no expert, on a rank with room for it"] = case(
+        "DP + EP", "low_latency", how="absent", layer=dict(num_experts=10), shared=0
+    )
+    for dispatch, layout in zip(CPU_DISPATCHERS, ("contiguous", "masked") * 2, strict=True):
+        found[f"a broken promise, {dispatch}, {layout}"] = case(
+            *("DP + EP", dispatch),
+            how="broken",
+            layer=dict(num_experts=4, layout=layout),
+            shared=0,
         )
     found["axes that are explicit"] = case(
         "DP + EP", "all_to_all", tokens=45, options=("explicit",)
@@ -440,6 +458,55 @@ def callers(case: Case) -> Iterator[dict]:
     yield compare(whole_on_every_process(got), alone()(x, params, cfg=cfg)) | dict(exact=False)
 
 
+def absent(case: Case) -> Iterator[dict]:
+    """An id past the last expert: the row of its token, NaN, is read on no rank."""
+    import numpy as np
+
+    import dgmoe_jax as dg
+
+    mesh, parallel = on_mesh(case)
+    cfg, params = layer(case)
+    x, given = tokens(case), np.full((case.tokens, 2), (0, cfg.num_experts - 1), np.int32)
+    x[7], given[7] = np.nan, cfg.num_experts
+    routing = dg.Routing(given, np.ones(given.shape, np.float32))
+    y, _ = sharded(case, mesh, parallel, cfg, params)(x, routing=routing)
+    yield compare(y, alone()(x, params, cfg=cfg, routing=routing)) | dict(
+        zero=bool((y[7].astype(np.float32) == 0).all())
+    )
+
+
+def broken(case: Case) -> Iterator[dict]:
+    """Each rank has one expert, and the plan of all tokens room for one slot of each of them; some
+    name it twice."""
+    import jax
+    import numpy as np
+    from jax.sharding import PartitionSpec
+
+    import dgmoe_jax as dg
+    from dgmoe_jax.sharding import _specs
+
+    mesh, parallel = on_mesh(case)
+    cfg, params = layer(case)
+    plan = dg.plan(cfg, case.tokens, ep_size=mesh.shape["a"], distinct_ids=True)
+    given = np.tile(np.array([0, 1], np.int32), (case.tokens, 1))
+    given[::3, 1] = 0
+    routing = dg.Routing(given, np.ones(given.shape, np.float32))
+    by_token = PartitionSpec("a")
+    run = jax.shard_map(
+        lambda x, routing, params: dg.moe_layer(
+            x, params, cfg, routing=routing, plan=plan, parallel=parallel
+        ),
+        mesh=mesh,
+        in_specs=(by_token, by_token, _specs(params, parallel)),
+        out_specs=by_token,
+    )
+    x = tokens(case)
+    got = jax.jit(run)(x, routing, dg.shard_params(params, cfg, mesh, parallel))
+    got, want = (np.array(a) for a in (got, alone()(x, params, cfg=cfg, routing=routing)))
+    want[::3] = np.nan
+    yield compare(got, want)
+
+
 def ids(case: Case) -> Iterator[dict]:
     """Every rank's own routing of its tokens, which is all that any dispatcher goes by."""
     import jax
@@ -685,7 +752,8 @@ def refused(case: Case) -> Iterator[dict]:
 
 
 RUN: dict[str, Callable[[Case], Iterator[dict]]] = {
-    f.__name__: f for f in (whole, callers, ids, routed, bounded, collectives, cuda, refused)
+    f.__name__: f
+    for f in (whole, callers, absent, broken, ids, routed, bounded, collectives, cuda, refused)
 }
 
 if __name__ == "__main__":

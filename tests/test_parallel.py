@@ -164,6 +164,18 @@ def test_it_runs_in_the_callers_own_shard_map(run_of, mode, name):
     check_close(line)
 
 
+@every("absent")
+def test_nothing_of_a_token_is_read_for_an_id_of_no_expert(run_of, mode, name):
+    (line,) = run_of(mode).results(name)
+    assert line["bits"] and line["zero"]
+
+
+@every("broken")
+def test_a_token_that_breaks_the_promise_of_distinct_ids_is_nan_and_alone(run_of, mode, name):
+    (line,) = run_of(mode).results(name)
+    check_close(line)
+
+
 @every("ids")
 def test_ranks_choose_the_experts_that_one_device_chooses(run_of, mode, name):
     (line,) = run_of(mode).results(name)
