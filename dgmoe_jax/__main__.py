@@ -124,7 +124,8 @@ def network(
     domains: Annotated[str, _help("GPUs that NVLink joins.")] = "8,72",
     capacity_factor: Annotated[float, _help("Parallel.capacity_factor.")] = 2.0,
     measured: Annotated[
-        Path | None, _help("Lines of scripts/bench_parallel.py to fit to, and to print beside.")
+        Path | None,
+        _help("Lines of scripts/bench_parallel.py to fit to, and to print beside.", exists=True),
     ] = None,
     markdown: Annotated[bool, _help("The table for a page.")] = False,
 ) -> None:

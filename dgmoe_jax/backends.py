@@ -69,20 +69,15 @@ def exchange() -> Callable:
     return _load("kernels_pallas.one_sided:exchange")
 
 
-def exchange_unavailable() -> str | None:
-    """Why `exchange` cannot run on this process's GPUs, or None where it can or there are none."""
-    if jax.default_backend() != "gpu":
-        return None
-    return _load("kernels_pallas.one_sided:unavailable")(jax.devices())
+def exchange_unavailable(mesh: jax.sharding.Mesh) -> str | None:
+    """Why `exchange` cannot run over a mesh of GPUs, or None where it can."""
+    return _load("kernels_pallas.one_sided:unavailable")(mesh)
 
 
 def only_where_it_runs(x: Array, backend: str, dispatch: str = "standard") -> Array:
     """x itself; lowered for a platform that `backend` or `dispatch` does not run on:
     NotImplementedError."""
     if dispatch == "one_sided" and backend != "emulator":
-        reason = exchange_unavailable()
-        if reason:
-            raise NotImplementedError(f"dispatch='one_sided': {reason}; 'all_to_all' runs")
         x = only_on(
             x,
             "cuda",

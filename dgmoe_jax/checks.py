@@ -103,6 +103,12 @@ def arch(arch) -> None:
 def params(params, cfg, part=None) -> None:
     """`params` were prepared for `cfg`: the same padded sizes, recipe and shared experts. `part`
     (`parallel.Share`): they are one rank's."""
+    split = None if part is None else part.split
+    if params.split != split:
+        raise ValueError(
+            f"params: {params.split or 'whole'}, must be {split or 'whole'}: shard_params splits"
+            " what prepare_params returned, for one Parallel and one mesh"
+        )
     hidden, fmt = padded(cfg.hidden_size), params.experts.w13.format
     if run_of(cfg.recipe, fmt) is None:
         known = sorted({run.operands.weights.name for run in runs_of(cfg.recipe)})

@@ -15,6 +15,7 @@ from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Load, load
 from dgmoe_jax.recipes import TILE, Format, padded
 from dgmoe_jax.steps import dispatch
+from dgmoe_jax.types import Split
 
 SHARED = ("auto", "replicated", "sharded")
 
@@ -41,14 +42,16 @@ class Parallel:
               summed over (`tp`, and `ep` with dispatch="standard") and adds them in that one
               reduction; "replicated" has them whole on every rank, computed on the tokens that the
               rank brings, and adds them after it. "auto": sharded where that is possible.
-    capacity_factor: bounds the rows that a rank can send to another at so many times their mean.
+    capacity_factor: bounds the rows that a rank can send to another at so many times their mean,
+              rounded up to 8.
               None: at all it could ever have to, so that nothing is lost. Rows beyond a bound are
               not sent: they are counted (`stats=True`), or with `strict`, their tokens are NaN.
     strict:   a token of which a row was not sent is NaN. Needed with a bound unless stats are asked
               for.
     chunks:   tokens are sent in so many pieces, one's exchange beside another's computing.
     placement: logical expert in each of the physical slots, ep size * slots a rank of them, for
-              redundant copies of busy experts; -1 is an empty one. Token t takes copy t mod copies.
+              redundant copies of busy experts; -1 is an empty one. Tokens take copies in turn, each
+              rank from another one on.
     """
 
     ep: str | None = None
@@ -105,6 +108,10 @@ class Parallel:
         if self.placement is not None:
             if self.ep is None:
                 raise ValueError("Parallel.placement: given without ep, the axis of its ranks")
+            if not isinstance(self.placement, (tuple, list)):
+                raise TypeError(
+                    f"Parallel.placement={self.placement!r}: must be a tuple of experts' ids"
+                )
             slots = tuple(checks.count("Parallel.placement", e, -1) for e in self.placement)
             object.__setattr__(self, "placement", slots)
 
@@ -148,10 +155,11 @@ ALONE = Parallel()
 @dataclass(frozen=True)
 class Share:
     """What one rank holds: `experts` slots, `inner` columns of each, `shared_inner` of the shared
-    block; of `ep` and `tp` ranks."""
+    block; of `ep` and `tp` ranks. split: as its params say, None: the whole layer."""
 
     ep: int
     tp: int
+    split: Split | None
     experts: int
     inner: int
     shared_inner: int
@@ -167,9 +175,11 @@ def share(cfg: MoEConfig, parallel: Parallel, sizes: dict[str, int], weights: Fo
     slots = len(parallel.placement or range(grouped.num_experts))
     split = math.prod(sizes[axis] for axis in parallel.shared_axes)
     shared = grouped.num_shared_experts * grouped.intermediate_size
+    how = Split(ep, tp, split, parallel.placement)
     return Share(
         ep=ep,
         tp=tp,
+        split=None if how == Split(1, 1, 1, None) else how,
         experts=-(-slots // ep),
         inner=_part(grouped.intermediate_size, tp, weights),
         shared_inner=_part(shared, split, weights),
@@ -268,6 +278,12 @@ class Ranks:
             backend=backend,
         )
 
+    def _number(self) -> Array | int:
+        """Of this rank among those with other tokens."""
+        sliced = (self.parallel.ep,) if self.parallel.sliced else ()
+        axes = (*self.parallel.token_axes, *sliced)
+        return lax.axis_index(axes) if axes else 0
+
     def slots(self, topk_ids: Array) -> Array:
         """Experts' ids [T, k] -> those of the slots that hold them; -1 where there is no expert."""
         if self.parallel.ep is None:
@@ -277,7 +293,7 @@ class Ranks:
         slots = jnp.where(known, topk_ids, 0)
         if self.parallel.placement is not None:
             table = jnp.asarray(_copies(self.parallel.placement))
-            copy = jnp.arange(topk_ids.shape[0]) % table.shape[0]
+            copy = (jnp.arange(topk_ids.shape[0]) + self._number()) % table.shape[0]
             slots = table[copy[:, None], slots]
         return jnp.where(known, slots, -1)
 

@@ -44,7 +44,7 @@ class Plan:
     GEMM activates and quantises its result ("pallas" only; the same bits). expected_m: mean rows of
     an expert, rounded up, by which DeepGEMM chooses its kernel. distinct_ids: the caller's promise
     that no token names an expert twice. workspace_bytes: predicted bytes of intermediates alive at
-    once, on a GPU. why: one sentence.
+    once, on a GPU, without the blocks that ranks exchange. why: one sentence.
     """
 
     layout: str

@@ -13,10 +13,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dgmoe_jax import checks
+from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.layer import moe_layer
 from dgmoe_jax.parallel import Parallel, share
+from dgmoe_jax.plan import Plan
 from dgmoe_jax.types import ExpertWeights, MoEParams, Routing, Scaled, Stats
 
 
@@ -29,7 +30,8 @@ def shard_params(params: MoEParams, cfg: MoEConfig, mesh: Mesh, parallel: Parall
     zeros at the end. A rank's w13 has its gate rows, then its up rows, so the whole array is not in
     the order of `params`.
 
-    Raises ValueError for axes that the mesh lacks, and for params that do not fit `cfg`.
+    Raises ValueError for axes that the mesh lacks, and for params that do not fit `cfg` or that are
+    split already.
     """
     checks.params(params, cfg)
     sizes = _sizes(mesh, parallel)
@@ -66,7 +68,7 @@ def shard_params(params: MoEParams, cfg: MoEConfig, mesh: Mesh, parallel: Parall
         shared = block(shared, (0,), None, parallel.shared_axes, part.shared_inner)
     experts = block(params.experts, slots, parallel.ep, parallel.tp_axes, part.inner)
     rest = jax.tree.map(whole, dataclasses.replace(params, experts=None, shared=None))
-    return dataclasses.replace(rest, experts=experts, shared=shared)
+    return dataclasses.replace(rest, experts=experts, shared=shared, split=part.split)
 
 
 def _put(
@@ -159,6 +161,7 @@ def sharded_moe_layer(
     routing: Routing | None = None,
     token_ids: Array | None = None,
     valid: Array | None = None,
+    plan: Plan | None = None,
     stats: bool = False,
 ) -> Array | tuple[Array, Stats]:
     """`moe_layer` over `mesh`, one XLA program under `jax.jit`.
@@ -168,6 +171,8 @@ def sharded_moe_layer(
       params: from `shard_params` with the same `mesh` and `parallel`.
       cfg, routing, token_ids, valid: as in `moe_layer`, of all tokens. Where ranks have unequal
         numbers of tokens, give each the most and mark the rest with `valid`, wherever they are.
+      plan: of one rank, overrides what the layer would choose: `dgmoe_jax.plan(cfg, N, ep_size=,
+        tp_size=)` with the N tokens that the ranks of `ep` and `tp` have together.
       stats: also return `Stats`, of all tokens.
 
     Returns:
@@ -175,9 +180,14 @@ def sharded_moe_layer(
 
     Raises:
       ValueError: axes that the mesh lacks; whatever `moe_layer` raises.
+      NotImplementedError: dispatch="one_sided" over GPUs that cannot reach each other's memory.
     """
     checks.tokens(x, cfg.hidden_size)
     sizes = _sizes(mesh, parallel)
+    if parallel.dispatch == "one_sided" and sizes[parallel.ep] > 1:
+        gpus = mesh.devices.flat[0].platform == "gpu"
+        if reason := gpus and backends.exchange_unavailable(mesh):
+            raise NotImplementedError(f"dispatch='one_sided': {reason}; 'all_to_all' runs")
     axes = parallel.token_axes
     num_tokens, parts = x.shape[0], math.prod(sizes[axis] for axis in axes)
     tokens = (x, routing, token_ids, valid)
@@ -190,7 +200,7 @@ def sharded_moe_layer(
         )
 
     def local(x, routing, token_ids, valid, params):
-        given = dict(routing=routing, token_ids=token_ids, valid=valid)
+        given = dict(routing=routing, token_ids=token_ids, valid=valid, plan=plan)
         out = moe_layer(x, params, cfg, **given, parallel=parallel, stats=stats)
         if not stats:
             return out

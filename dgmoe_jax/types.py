@@ -63,6 +63,17 @@ class ExpertWeights:
     w2: Scaled
 
 
+@dataclass(frozen=True)
+class Split:
+    """Ranks that params are split over: `ep` for experts, `tp` for their columns, `shared` for the
+    shared experts' columns; and the expert in each slot, where slots are not the experts."""
+
+    ep: int
+    tp: int
+    shared: int
+    placement: tuple[int, ...] | None
+
+
 @_pytree
 class MoEParams:
     """Everything `moe_layer` reads, in the layout the GEMMs read; made by `prepare_params`.
@@ -70,7 +81,8 @@ class MoEParams:
     gate_weight [E, H] bf16 or f32; gate_bias [E] f32 (selection only) or None;
     experts: E, and after them the shared ones that the router fuses; shared: the others as one
     dense block (E = 1) or None; hash_table [vocab, k] int32 or None; shared_gate_weight [1, H]:
-    the shared experts' own gate (Qwen2-MoE) or None.
+    the shared experts' own gate (Qwen2-MoE) or None. split: how `shard_params` split and ordered
+    them, None: not at all.
     """
 
     gate_weight: Array
@@ -79,6 +91,7 @@ class MoEParams:
     shared: ExpertWeights | None
     hash_table: Array | None
     shared_gate_weight: Array | None = None
+    split: Split | None = field(default=None, metadata={"static": True})
 
 
 @_pytree

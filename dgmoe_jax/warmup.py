@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dgmoe_jax import backends
+from dgmoe_jax import backends, checks
 from dgmoe_jax.config import MoEConfig
 from dgmoe_jax.plan import Plan, dense, plan
 from dgmoe_jax.progress import bar
@@ -77,14 +77,17 @@ def gemms(
     Raises: as `plan`.
     """
     cfg, arch, found = cfg.as_grouped(), arch or backends.current_arch(), set()
-    experts, inner = -(-cfg.num_experts // ep_size), -(-cfg.intermediate_size // tp_size)
+    ep_size, tp_size = checks.count("ep_size", ep_size, 1), checks.count("tp_size", tp_size, 1)
+    routed = -(-cfg.num_experts // ep_size), -(-cfg.intermediate_size // tp_size)
     for num_tokens in sorted(set(token_counts)):
         for decision in _plans(cfg, num_tokens, arch, ep_size, tp_size):
             recipe = run_on(cfg.recipe, arch, cfg.backend).operands.name
-            blocks = [(decision, experts, inner)]
+            blocks = [(decision, *routed)]
             if cfg.num_shared_experts:
-                inner = cfg.num_shared_experts * cfg.intermediate_size
-                blocks.append((dense(decision, num_tokens, cfg.recipe), 1, inner))
+                shared = 1, cfg.num_shared_experts * cfg.intermediate_size
+                # Of all tokens, or of a rank's own.
+                for count in {num_tokens, -(-num_tokens // ep_size)}:
+                    blocks.append((dense(decision, count, cfg.recipe), *shared))
             for block, groups, inner in blocks:
                 hidden, inner = padded(cfg.hidden_size), padded(inner)
                 masked = block.layout == "masked"

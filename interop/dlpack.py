@@ -233,6 +233,9 @@ def _drop(array: jax.Array, device: torch.device) -> None:
 
     if torch.cuda.is_current_stream_capturing():  # an event of a graph's cannot be asked
         return
-    event = _spare[device].pop() if _spare[device] else torch.cuda.Event()
+    try:
+        event = _spare[device].pop()
+    except IndexError:
+        event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     _dropped.append((event, array))

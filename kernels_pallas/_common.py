@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+TRIED = ("0.10.2", "0.11.2")
+"""Versions of jax whose private names are used."""
 
 F32, I32, BF16, FP8 = jnp.float32, jnp.int32, jnp.bfloat16, jnp.float8_e4m3fn
 
@@ -223,14 +225,13 @@ class Registers:
         return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)  # Inf has no remainder
 
     def inverse(self, layout: plgpu.ParameterizedLayout) -> Callable[[Array], Array]:
-        """x -> 1 / x of f32 in `layout`, within an ulp of what f32 rounds to; 0 beyond 2^126.
+        """x -> 1 / x of f32 in `layout`, within an ulp of what f32 rounds to; beyond 2^126 maybe 0.
 
         Mosaic's own division spends six instructions on inverses that are subnormal or infinite.
         """
-        # A single instruction has no public name. jax 0.10.2 and 0.11.2, the versions tried, have
-        # these; without them division is only slower.
-        private = "_pointwise", "_lift_fast_instr"
-        if self.interpret or not all(hasattr(FragmentedArray, name) for name in private):
+        # A single instruction has no public name; in versions that were not tried division is only
+        # slower.
+        if self.interpret or jax.__version__ not in TRIED:
             return lambda x: 1.0 / x
 
         def approximate(x):

@@ -1,28 +1,21 @@
 """FP4 weights from shared memory into FP8 registers, where WGMMA takes its first operand from.
 
-Below Pallas, in Mosaic GPU's own terms, since no array operation there takes bytes apart: tried
-with jax 0.10.2 and 0.11.2.
+Below Pallas, in Mosaic GPU's own terms, since no array operation there takes bytes apart: of the
+versions of jax in `_common.TRIED`, and imported for those alone.
 """
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 from jax import Array
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ._common import FP8, Registers, spread_rows
 from .fp4 import COLUMNS, ROWS, WORDS
-
-try:
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.mosaic.gpu import utils as mgpu_utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
-
-    _MISSING = None
-except ImportError as e:
-    _MISSING = e
 
 _VALUES = spread_rows(WORDS[0] - 1, WORDS[1], 4)
 # Two words of each row of threads: `plgpu.Replicated` last, for the four that share them.
@@ -40,25 +33,15 @@ def load(tile: object, regs: Registers) -> tuple[Array, Array]:
     return regs.load(tile.at[:rows], _VALUES), regs.load(tile.at[rows], _EXPONENTS)
 
 
-def widen(values: Array, exponents: Array, table: object) -> Array:
-    """What `load` gave -> [64, 128] float8_e4m3fn, bit for bit `fp4.widen`.
-
-    table: `fp4.TABLE` in shared memory.
-    """
-    if _MISSING is not None:
-        raise NotImplementedError(
-            f"jax {jax.__version__} has no Mosaic GPU dialects where jax 0.10.2 and 0.11.2, the"
-            " versions tried, keep them; without them FP4 weights are not widened in registers:"
-            " prepare them for backend='deep_gemm' or 'auto', as FP8"
-        ) from _MISSING
-    return _widen(values, exponents, table)
-
-
 @plgpu.inline_mgpu(
     arg_types=(_VALUES, _EXPONENTS, plgpu.RefType()),
     return_type=plgpu.ShapeDtypeStruct((ROWS, COLUMNS), FP8, layout=plgpu.Layout.WGMMA_8BIT),
 )
-def _widen(ctx, values, exponents, table):
+def widen(ctx, values, exponents, table):
+    """What `load` gave -> [64, 128] float8_e4m3fn, bit for bit `fp4.widen`.
+
+    table: `fp4.TABLE` in shared memory.
+    """
     del ctx
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
     address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(table))

@@ -26,8 +26,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import _fp4_registers, fp4
-from ._common import _PARAMS, BF16, F32, I32, Registers, as_bf16, interpreter, spread_rows, vector
+from . import fp4
+from ._common import (
+    _PARAMS,
+    BF16,
+    F32,
+    I32,
+    TRIED,
+    Registers,
+    as_bf16,
+    interpreter,
+    spread_rows,
+    vector,
+)
 from .act_quant import ACTIVATIONS, Inverse
 from .quant import GROUP, Rule, quantize_tile, quantized_type
 
@@ -99,6 +110,18 @@ def _scale_rows(rows: int) -> int:
     return -(-rows // 32) * 32
 
 
+def _fp4_in_registers():
+    """The module that does it, of parts of JAX that have no public name."""
+    if jax.__version__ not in TRIED:
+        raise NotImplementedError(
+            f"jax {jax.__version__}: FP4 weights are widened in registers with the versions tried,"
+            f" {' and '.join(TRIED)}; prepare them for backend='deep_gemm' or 'auto', as FP8"
+        )
+    from . import _fp4_registers
+
+    return _fp4_registers
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("alignment", "slabs", "config", "fused", "interpret"),
@@ -141,6 +164,9 @@ def grouped(
     regs = Registers(interpret)
     accumulator, token_vector = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
     inverse = regs.inverse(accumulator)
+
+    if narrow and not interpret:
+        registers = _fp4_in_registers()
 
     def grouped_gemm(*refs):
         a_ref, b_ref, tiles_ref, *scale_refs = refs[: len(operands)]
@@ -227,8 +253,7 @@ def grouped(
             tile = b_smem.at[slot, lax.div(start, unit)]
             if interpret:
                 return fp4.widen(tile[...][None, None], table_refs[0][...])
-            words = _fp4_registers.load(tile, regs)
-            return _fp4_registers.widen(*words, more[1].at[warpgroup])
+            return registers.widen(*registers.load(tile, regs), more[1].at[warpgroup])
 
         def tokens(slot, start, size):
             return a_smem.at[slot, pl.ds(start, size)]

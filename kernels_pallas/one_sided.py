@@ -32,14 +32,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import BF16, FP8, I32, Registers, launch, vector
+from ._common import BF16, FP8, I32, TRIED, Registers, launch, vector
 
 UNIT = 128  # elements: the bulk copy takes at most 256 along a dimension, a row is [W / 128, 128]
 MOST_UNITS = 256
 BLOCKS = 132  # SMs of an H100 or H200 SXM: all blocks run at once
 RING_BYTES, MOST_SLOTS = 160 * 1024, 8  # shared memory of a block: rows in flight
 MOST_DEVICES = 8  # of one process, jax 0.10.2 and 0.11.2
-TRIED = ("0.10.2", "0.11.2")  # by lowering; run with the latter
 LEAST_NCCL = (2, 29, 2)  # that tells a process where the memory of another one's GPU is
 
 

@@ -4,7 +4,7 @@ python scripts/bench_kernels.py --tokens 16,1024,16384
 python scripts/bench_kernels.py --tokens 16,8192 --only route,act_quant
 python scripts/bench_kernels.py --tokens 1,16,64,128 --only fp4_gemm   # beside FP8; only if named
 python scripts/bench_kernels.py --backend emulator --tokens 3 --experts 4 --top-k 2 --hidden 256 \\
-    --inner 128 --out /tmp/kernels.jsonl   # a dry run on a CPU
+    --inner 128 --out kernels.jsonl   # a dry run on a CPU
 """
 
 from __future__ import annotations

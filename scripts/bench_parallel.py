@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-if "--devices" in sys.argv:
-    count = sys.argv[sys.argv.index("--devices") + 1]
-    flag = f"--xla_force_host_platform_device_count={count}"
+# Before JAX starts.
+if found := re.search(r"--devices[ =](\d+)", " ".join(sys.argv)):
+    flag = f"--xla_force_host_platform_device_count={found[1]}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
 import _bench
@@ -239,9 +240,8 @@ def start_processes(count: int) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    given = [word for word in sys.argv[1:] if word not in ("--processes", str(count))]
     commands = [
-        [sys.executable, __file__, *given, "--worker", f"{address},{count},{i}"]
+        [sys.executable, __file__, *sys.argv[1:], "--worker", f"{address},{count},{i}"]
         for i in range(count)
     ]
     running = [subprocess.Popen(command) for command in commands]
@@ -271,7 +271,7 @@ def main(
 
     The layer is compared with one GPU's, which has all experts and all tokens.
     """
-    if processes:
+    if processes and not worker:
         raise typer.Exit(start_processes(processes))
     if worker:
         address, count, number = worker.split(",")

@@ -128,7 +128,8 @@ def main(
         gpus = _gpus() if platform != Platform.cpu else 0
         if (platform == Platform.gpu or gpus) and processes * devices > gpus:
             raise typer.BadParameter(
-                f"--processes {processes} of --devices {devices}: this machine has {gpus} GPUs"
+                f"--processes {processes} of --devices {devices}: this machine has {gpus} GPUs;"
+                " --platform cpu runs without"
             )
         if processes * devices % tp:
             raise typer.BadParameter(f"--tp {tp}: must divide {processes * devices} devices")

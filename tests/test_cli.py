@@ -102,6 +102,14 @@ def test_a_rank_of_several_needs_its_part_of_the_experts():
     assert {(g.groups, g.n, g.k) for g in found} == {(32, 2048, 7168), (32, 7168, 1024)}
 
 
+def test_one_size_changes_nothing_of_another():
+    cfg = dataclasses.replace(V3, num_shared_experts=2, backend="deep_gemm")
+    both, *each = (gemms(cfg, counts, arch="sm90") for counts in ([16, 4096], [16], [4096]))
+    assert set(both) == {gemm for found in each for gemm in found}
+    with pytest.raises(ValueError, match="ep_size=0"):
+        gemms(cfg, [16], arch="sm90", ep_size=0)
+
+
 def test_sizes_are_padded_as_the_layer_pads_them():
     cfg = dg.MoEConfig(8, 200, 130, dg.RouterConfig(top_k=2), backend="deep_gemm")
     assert {(g.n, g.k) for g in gemms(cfg, [16], arch="sm90")} == {(512, 256), (256, 256)}

@@ -45,10 +45,10 @@ ALLOWED = {
         "steps",
         "types",
     },
-    "parallel": {"checks", "config", "plan", "recipes", "steps"},
+    "parallel": {"checks", "config", "plan", "recipes", "steps", "types"},
     "network": {"config", "parallel", "plan", "recipes", "steps"},
-    "sharding": {"checks", "config", "layer", "parallel", "types"},
-    "warmup": {"backends", "config", "plan", "progress", "recipes"},
+    "sharding": {"backends", "checks", "config", "layer", "parallel", "plan", "types"},
+    "warmup": {"backends", "checks", "config", "plan", "progress", "recipes"},
     "doctor": {"backends", "config", "plan", "recipes"},
     "interop": {"platforms", "tracing"},
     # For torch's users: above the layer, and imported by name or by the command line alone.

@@ -245,13 +245,17 @@ class OneSided(AllToAll):
     """AllToAll by kernels that write into the peers' memory, and only what there is to send:
     FlashInfer's one-sided all-to-all. The emulator, which knows one memory, sends all of it."""
 
+    @property
+    def _alone(self) -> bool:
+        return self.backend == "emulator" or self.ranks == 1
+
     def _exchange(self, rows, to, counts):
-        if self.backend == "emulator":
+        if self._alone:
             return super()._exchange(rows, to, counts)
         return self._write(rows, to, counts)
 
     def _return(self, rows, arrived):
-        if self.backend == "emulator":
+        if self._alone:
             return super()._return(rows, arrived)
         live = jnp.any(arrived.topk_ids >= 0, axis=1)
         to = jnp.where(live, jnp.arange(live.size, dtype=I32), -1)
