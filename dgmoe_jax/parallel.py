@@ -173,8 +173,9 @@ def share(cfg: MoEConfig, parallel: Parallel, sizes: dict[str, int], weights: Fo
     if parallel.placement is not None:
         check_placement(parallel.placement, grouped.num_experts, ep)
     slots = len(parallel.placement or range(grouped.num_experts))
-    split = math.prod(sizes[axis] for axis in parallel.shared_axes)
-    shared = grouped.num_shared_experts * grouped.intermediate_size
+    shared, split = grouped.num_shared_experts * grouped.intermediate_size, 1
+    if shared:
+        split = math.prod(sizes[axis] for axis in parallel.shared_axes)
     how = Split(ep, tp, split, parallel.placement)
     return Share(
         ep=ep,

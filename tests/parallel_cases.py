@@ -229,6 +229,9 @@ def cases(mode: str) -> dict[str, Case]:
                 "DP + EP", dispatch, how="cuda", layer=dict(backend=backend)
             )
     found["one_sided on a CPU"] = case("DP + EP", "one_sided", how="refused")
+    found["params split for another"] = case(
+        "EP x TP", "all_to_all", layer=dict(intermediate_size=256), how="misused"
+    )
     for dispatch in ("low_latency", "one_sided"):
         found[f"emulator, {dispatch}"] = case(
             *("DP + EP", dispatch),
@@ -441,20 +444,20 @@ def callers(case: Case) -> Iterator[dict]:
     from jax.sharding import PartitionSpec
 
     import dgmoe_jax as dg
-    from dgmoe_jax.sharding import _specs
 
     mesh, parallel = on_mesh(case)
     cfg, params = layer(case)
+    parts = dg.shard_params(params, cfg, mesh, parallel)
     by_token = PartitionSpec(parallel.token_axes)
     run = jax.shard_map(
         lambda x, params: dg.moe_layer(x, params, cfg, parallel=parallel),
         mesh=mesh,
-        in_specs=(by_token, _specs(params, parallel)),
+        in_specs=(by_token, jax.tree.map(lambda part: part.sharding.spec, parts)),
         out_specs=by_token,
         check_vma="vma" in case.options,
     )
     x = tokens(case)
-    got = jax.jit(run)(x, dg.shard_params(params, cfg, mesh, parallel))
+    got = jax.jit(run)(x, parts)
     yield compare(whole_on_every_process(got), alone()(x, params, cfg=cfg)) | dict(exact=False)
 
 
@@ -483,10 +486,10 @@ def broken(case: Case) -> Iterator[dict]:
     from jax.sharding import PartitionSpec
 
     import dgmoe_jax as dg
-    from dgmoe_jax.sharding import _specs
 
     mesh, parallel = on_mesh(case)
     cfg, params = layer(case)
+    parts = dg.shard_params(params, cfg, mesh, parallel)
     plan = dg.plan(cfg, case.tokens, ep_size=mesh.shape["a"], distinct_ids=True)
     given = np.tile(np.array([0, 1], np.int32), (case.tokens, 1))
     given[::3, 1] = 0
@@ -497,11 +500,11 @@ def broken(case: Case) -> Iterator[dict]:
             x, params, cfg, routing=routing, plan=plan, parallel=parallel
         ),
         mesh=mesh,
-        in_specs=(by_token, by_token, _specs(params, parallel)),
+        in_specs=(by_token, by_token, jax.tree.map(lambda part: part.sharding.spec, parts)),
         out_specs=by_token,
     )
     x = tokens(case)
-    got = jax.jit(run)(x, routing, dg.shard_params(params, cfg, mesh, parallel))
+    got = jax.jit(run)(x, routing, parts)
     got, want = (np.array(a) for a in (got, alone()(x, params, cfg=cfg, routing=routing)))
     want[::3] = np.nan
     yield compare(got, want)
@@ -751,9 +754,41 @@ def refused(case: Case) -> Iterator[dict]:
         yield dict(error=str(error))
 
 
+def misused(case: Case) -> Iterator[dict]:
+    """Shapes fit in all of these, and the order of w13 in none."""
+    import dgmoe_jax as dg
+
+    mesh, parallel = on_mesh(case)
+    cfg, params = layer(case)
+    x, parts = tokens(case), dg.shard_params(params, cfg, mesh, parallel)
+    for misuse in (
+        lambda: dg.sharded_moe_layer(x, params, cfg, mesh, parallel),
+        lambda: dg.sharded_moe_layer(x, parts, cfg, mesh, dataclasses.replace(parallel, tp=None)),
+        lambda: dg.shard_params(parts, cfg, mesh, parallel),
+        lambda: dg.moe_layer(x, parts, cfg),
+        lambda: dg.save("never.safetensors", cfg, parts),
+    ):
+        try:
+            misuse()
+        except ValueError as error:
+            yield dict(error=str(error))
+
+
 RUN: dict[str, Callable[[Case], Iterator[dict]]] = {
     f.__name__: f
-    for f in (whole, callers, absent, broken, ids, routed, bounded, collectives, cuda, refused)
+    for f in (
+        whole,
+        callers,
+        absent,
+        broken,
+        ids,
+        routed,
+        bounded,
+        collectives,
+        cuda,
+        refused,
+        misused,
+    )
 }
 
 if __name__ == "__main__":

@@ -232,6 +232,12 @@ def test_for_a_gpu_it_is_one_program_of_the_same_collectives_without_the_host(ru
     assert line["targets"] == [gemm] * deep_gemm + ["mosaic_gpu"]
 
 
+@every("misused")
+def test_params_that_were_split_otherwise_are_refused(run_of, mode, name):
+    lines = run_of(mode).results(name)
+    assert len(lines) == 5 and all("shard_params splits" in line["error"] for line in lines)
+
+
 @every("refused")
 def test_one_sided_on_a_cpu_is_refused_by_name(run_of, mode, name):
     (line,) = run_of(mode).results(name)
