@@ -20,6 +20,7 @@ import dgmoe_jax as dg
 from dgmoe_jax import network
 from dgmoe_jax.__main__ import app
 from dgmoe_jax.network import Network
+from dgmoe_jax.types import Split
 
 ROOT = Path(__file__).resolve().parents[1]
 V3 = network.config(256, 8, 7168, 2048, "fp8_block")
@@ -53,7 +54,7 @@ def test_what_is_sent_is_what_the_layer_sends(dispatch, capacity_factor, tokens,
         ep="ep", dp="ep", dispatch=dispatch, capacity_factor=capacity_factor, strict=True
     )
     mine = jax.tree.map(lambda w: w[: 8 // RANKS], layer.params.experts)
-    params = dataclasses.replace(layer.params, experts=mine)
+    params = dataclasses.replace(layer.params, experts=mine, split=Split(RANKS, 1, 1, None))
     run = jax.shard_map(
         partial(dg.moe_layer, params=params, cfg=layer.cfg, parallel=parallel),
         mesh=AbstractMesh((RANKS,), ("ep",), axis_types=(AxisType.Auto,)),
