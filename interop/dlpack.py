@@ -160,8 +160,8 @@ def share(tensor: torch.Tensor) -> jax.Array:
     _let_go()  # before what comes next takes other memory, for which XLA records its graphs again
     device, kind, stream = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type], None
     if tensor.is_cuda and not torch.cuda.current_stream().query():
-        # JAX starts what reads the tensor when its host hears of the event, 200 us late: only where
-        # there is something to wait for.
+        # Only where there is something to wait for: with this and an event made for each tensor,
+        # TorchMoE's calls in a row took 570 us each, and without 246 (one token, an H200).
         stream = device.get_stream_for_external_ready_events()
         waiting, event = _waiting(tensor.device, stream, threading.get_ident())
         event.record()
