@@ -205,8 +205,7 @@ def decide(
     run = run_on(cfg.recipe, arch, cfg.backend)
 
     def laid_out(layout: str) -> Plan:
-        found = _laid_out(cfg, run.operands, most, experts, inner, layout, backend)
-        return replace(found, distinct_ids=distinct_ids)
+        return _laid_out(cfg, run.operands, most, experts, inner, layout, backend)
 
     if cfg.layout != "auto":
         chosen, why = laid_out(cfg.layout), "layout as asked"
@@ -226,7 +225,7 @@ def decide(
         f"{cfg.recipe} {run.how}; {reason}; {why}; {most.expected:.4g} rows expected per expert:"
         f" tiles of {chosen.tile}"
     )
-    return replace(chosen, why=why)
+    return replace(chosen, why=why, distinct_ids=distinct_ids)
 
 
 def _overflows(cfg: MoEConfig, plan: Plan) -> bool:

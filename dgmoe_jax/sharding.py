@@ -55,7 +55,7 @@ def shard_params(params: MoEParams, cfg: MoEConfig, mesh: Mesh, parallel: Parall
                 return Scaled(values, None, fmt)
             # Packed scales lie across: their rows are K's, four groups in a word.
             group = fmt.shares[0 if rows else 1] * (4 if fmt.packed_scales and not rows else 1)
-            axis = (2 if rows else 1) if fmt.packed_scales else (1 if rows else 2)
+            axis = 1 if rows != fmt.packed_scales else 2
             scales = put(operand.scales, axis=axis, size=-(-ranks * inner // group))
             return Scaled(values, scales, fmt)
 

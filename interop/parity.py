@@ -28,10 +28,10 @@ from dgmoe_jax.interop.torch_moe import TorchMoE
 from torch.overrides import TorchFunctionMode
 
 import dgmoe_jax as dg
-from dgmoe_jax import doctor
+from dgmoe_jax import backends, doctor
 from dgmoe_jax.plan import Plan, dense
 from dgmoe_jax.recipes import padded, run_of
-from dgmoe_jax.steps import experts, permute, unpermute
+from dgmoe_jax.steps import experts, permute
 from dgmoe_jax.steps import route as routing_step
 
 MODELS = {
@@ -232,10 +232,9 @@ def _steps(x, params, token_ids, *, cfg: dg.MoEConfig, plan: Plan) -> dict[str, 
     inner = experts.activate(gateup, rows, cfg.activation, fmt, plan)
     down = experts.gemm(inner, params.experts.w2, fmt, plan)
     combine = functools.partial(
-        unpermute.unpermute,
+        backends.get("unpermute", plan.backend),
         *(down, src2dst, routing.topk_weights),
         scaling_factor=cfg.router.scaling_factor,
-        backend=plan.backend,
     )
     found = {"routed": combine(shared=None)[:, : cfg.hidden_size]}
     if params.shared is not None:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 PEAK_FLOPS = {"bf16": 0.7e15} | dict.fromkeys(("fp8_block", "mxfp8", "mxfp4"), 1.4e15)
 PEAK_BYTES = 4.3e12
 """What one H200 reaches: dense matrix rate by recipe, device-to-device copy rate (read + write)."""
+LINK_BYTES = 450e9
+"""A second in each direction, an H100's or H200's NVLink."""
 
 
 PACKAGES = ("jax", "jaxlib", "torch", "sgl-deep-gemm", "jax-tvm-ffi", "apache-tvm-ffi", "sglang")

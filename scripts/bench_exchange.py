@@ -24,7 +24,6 @@ from rich.table import Table
 ROWS = {"fp8": (7552, jnp.float8_e4m3fn), "bf16": (7168, jnp.bfloat16)}
 """The way in, 7168 values with their scales, expert ids and weights; the way back."""
 EXPERTS, TOP_K = 256, 8
-LINK = 450e9  # bytes/s a direction of an H100's or H200's NVLink
 SPEC = PartitionSpec("x")
 
 
@@ -122,7 +121,7 @@ def main(
                 record |= {"bytes": num_bytes, "bytes_per_s": rate}
                 _bench.append(out, record)
                 cells = f"{us:.1f}", f"{launches:.3g}", f"{host_us:.1f}"
-                cells += f"{rate / 1e9:.0f}", f"{100 * rate / LINK:.0f}"
+                cells += f"{rate / 1e9:.0f}", f"{100 * rate / _bench.LINK_BYTES:.0f}"
                 table.add_row(name, str(num_tokens), exchange, *cells)
     Console().print(table)
 

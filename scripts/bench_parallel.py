@@ -41,8 +41,6 @@ from dgmoe_jax.parallel import Ranks
 from dgmoe_jax.recipes import padded
 from dgmoe_jax.steps import dispatch as steps
 
-LINK = 450e9
-"""Bytes a second and direction, an H200's NVLink."""
 MOST_ERROR = 0.02
 """Beside one GPU, where sums are rounded in another order and tiles may differ."""
 COLUMNS = {
@@ -228,7 +226,7 @@ class Run:
         there, back = remote_rows(key["dispatch"], self.ids[t], self.gpus, self.shape.E)
         found |= {"bytes_in": there * wire, "bytes_back": back * 2 * padded(self.shape.H)}
         rate = (found["bytes_in"] + found["bytes_back"]) / us * 1e6
-        return found | {"bytes_per_s": rate, "link_share": rate / LINK}
+        return found | {"bytes_per_s": rate, "link_share": rate / _bench.LINK_BYTES}
 
 
 def cell(value: object) -> str:

@@ -55,8 +55,8 @@ def in_place(x: Array, fmt: Format, plan: Plan, *, scales: Array | None = None) 
     x is bf16, or in `fmt` where it has `scales` [T, G]. `plan.rows` of them: those past T are
     padding.
     """
-    count, room = x.shape[0], ((0, plan.rows - x.shape[0]), (0, 0))
-    x = jnp.pad(x, room)
+    count = x.shape[0]
+    x = jnp.pad(x, ((0, plan.rows - count), (0, 0)))
     if scales is not None:
         scales = jnp.pad(scales, ((0, -(-plan.rows // 4) * 4 - count), (0, 0))).T
     elif fmt.group is not None:
