@@ -192,7 +192,7 @@ def fit(lines: Iterable[Mapping], assumed: Network | None = None) -> Network:
     names = ["start", "nvlink"]
     if len({line["gpus"] for line, _ in found}) > 1:
         names.append("nvlink_message")
-    us = np.array([line["us"] for line, _ in found])
+    us = np.array([line.get("device_us", line["us"]) for line, _ in found])
     columns = {
         "start": [len(sent) for _, sent in found],
         "nvlink_message": [sum(e.nvlink_peers for e in sent) for _, sent in found],

@@ -67,6 +67,16 @@ def device_us(run: Callable, calls: int) -> tuple[float, float]:
     return sum(k["us"] for k in kernels) / share, sum(k["launches"] for k in kernels) / share
 
 
+def copied_bytes_per_s(devices: list[jax.Device], num_bytes: int = 2**32) -> float:
+    """What the copy engines of two GPUs carry in each direction, both ways at once."""
+    xs = [jax.device_put(jax.random.bits(jax.random.key(0), num_bytes // 4), d) for d in devices]
+
+    def swap():
+        return [jax.device_put(x, d) for x, d in zip(xs, reversed(devices), strict=True)]
+
+    return num_bytes / _bench.median_us(swap, repeats=5) * 1e6
+
+
 def main(
     tokens: str = "1,16,128,1024,8192",
     out: Path = Path("bench/exchange.jsonl"),
@@ -78,8 +88,10 @@ def main(
     ranks, mesh = len(devices), Mesh(np.array(devices), ("x",))
     put = functools.partial(jax.device_put, device=NamedSharding(mesh, SPEC))
     env = _bench.environment() | {"gpus": ranks}
-    columns = "rows", "T", "exchange", "us", "launches", "us from the host", "GB/s", "% of link"
-    table = Table(*columns, title=f"{ranks} x {env['gpu']}")
+    columns = "rows", "T", "exchange", "us", "launches", "us from the host", "GB/s", "% of copies"
+    copied = copied_bytes_per_s(devices[:2])
+    _bench.append(out, {"bench": "copy", **env, "bytes_per_s": copied})
+    table = Table(*columns, title=f"{ranks} x {env['gpu']}; copies: {copied / 1e9:.0f} GB/s")
     for num_tokens in map(int, tokens.split(",")):
         src2dst, counts = sends(num_tokens, ranks)
         by_rank = counts.reshape(ranks, ranks)
@@ -121,7 +133,7 @@ def main(
                 record |= {"bytes": num_bytes, "bytes_per_s": rate}
                 _bench.append(out, record)
                 cells = f"{us:.1f}", f"{launches:.3g}", f"{host_us:.1f}"
-                cells += f"{rate / 1e9:.0f}", f"{100 * rate / _bench.LINK_BYTES:.0f}"
+                cells += f"{rate / 1e9:.0f}", f"{100 * rate / copied:.0f}"
                 table.add_row(name, str(num_tokens), exchange, *cells)
     Console().print(table)
 

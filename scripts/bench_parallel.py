@@ -27,6 +27,7 @@ if found := re.search(r"--devices[ =](\d+)", " ".join(sys.argv)):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
 import _bench
+import _stages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +49,7 @@ COLUMNS = {
     **dict.fromkeys(("dispatch", "split", "chunks"), ""),
     "T": "T a GPU",
     "us": "us",
+    "device_us": "of the GPU",
     "bytes_per_s": "bytes/s",
     "one_gpu_us": "one GPU",
     "speedup": "speed-up",
@@ -214,7 +216,8 @@ class Run:
             if found["error"] > MOST_ERROR:
                 raise ValueError(f"error {found['error']} beside one GPU, not timed")
         del y
-        us = _bench.median_us(functools.partial(run, *args), repeats=10) / len(self.xs[t])
+        call = functools.partial(run, *args)
+        us = _bench.median_us(call, repeats=10) / len(self.xs[t])
         found["us"] = us
         if what == "layer":
             if t in self.single:
@@ -225,6 +228,9 @@ class Run:
         wire = steps.Wire(fmt, padded(self.shape.H), self.shape.k, False, "xla").row_bytes
         there, back = remote_rows(key["dispatch"], self.ids[t], self.gpus, self.shape.E)
         found |= {"bytes_in": there * wire, "bytes_back": back * 2 * padded(self.shape.H)}
+        if jax.default_backend() == "gpu":  # waiting for the others included, the host's work not
+            kernels = sum(k["us"] for k in _stages.stages(call, calls=5))
+            us = found["device_us"] = kernels / jax.local_device_count() / len(self.xs[t])
         rate = (found["bytes_in"] + found["bytes_back"]) / us * 1e6
         return found | {"bytes_per_s": rate, "link_share": rate / _bench.LINK_BYTES}
 

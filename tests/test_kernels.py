@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import tanh_error
 from dgmoe_jax.interop.scales import pack_ue8m0
 from dgmoe_jax.kernels_pallas import _common
 from dgmoe_jax.kernels_pallas import permute_index as index
-from dgmoe_jax.kernels_pallas.act_quant import ACTIVATIONS as FORMULAS
 from dgmoe_jax.kernels_pallas.act_quant import act, act_quant
 from dgmoe_jax.kernels_pallas.permute import permute
 from dgmoe_jax.kernels_pallas.permute_index import num_tiles, permute_index
@@ -233,16 +233,6 @@ def test_act(tiling, activation, params, poison):
     assert_unwritten(got[~owned])
 
 
-@pytest.mark.parametrize("params", [(4.0, 25.0), (1.5, 0.75), (0.5, 2e-3), (1e30, 1e-30)])
-def test_situ_is_within_2_to_the_minus_18_of_f64_before_it_is_rounded(params):
-    steps = 2.0 ** np.arange(-20, 6, 1 / 16)
-    gateup = np.stack(np.meshgrid(*[np.concatenate([-steps, steps]).astype(np.float32)] * 2))
-    situ = functools.partial(FORMULAS["situ"], inverse=lambda x: 1.0 / x)
-    got = jax.jit(lambda gate, up: situ(gate, up, *params))(*gateup)
-    want = act_reference(np.concatenate(gateup, axis=1), "situ", params)
-    np.testing.assert_allclose(got, want, rtol=2**-18, atol=2**-126)
-
-
 @pytest.mark.parametrize(
     ("tiling", "activation", "params", "rule"),
     [(TILINGS[0], *ACTIVATIONS[0], rule) for rule in RULES]
@@ -264,11 +254,13 @@ def test_act_quant(tiling, activation, params, rule):
         # Only f32 lies between these and the product in f64.
         want = act_reference(args[0][live], activation, params)
         want_scales = quant_reference(want, rule)[1]
-        np.testing.assert_allclose(scales[live], want_scales, rtol=0 if packed else 1e-5)
+        off = tanh_error(activation, "pallas")
+        rtol = 0 if packed else 1e-5 + off
+        np.testing.assert_allclose(scales[live], want_scales, rtol=rtol)
         scales = quant_reference(want, (*rule[:2], False))[1]
         back = f32(values)[live] * np.repeat(scales, group, axis=1)
         near = np.repeat(scales, group, axis=1) * 2**-9
-        assert (np.abs(back - want) <= np.abs(want) * 2**-4 + near).all()
+        assert (np.abs(back - want) <= np.abs(want) * (2**-4 + 2 * off) + near).all()
 
 
 @pytest.mark.parametrize(("activation", "params"), ACTIVATIONS)

@@ -20,6 +20,7 @@ from conftest import (
     row_scales,
     run_step,
     same_bits,
+    tanh_error,
     tokens,
     walk,
 )
@@ -189,7 +190,8 @@ def test_act_is_the_reference_rounded_to_bf16(backend, kind, params):
     assert got.shape == (64, 128) and got.dtype == gateup.dtype
     # Half a unit in bf16's last place, and a little for f32 on the way. A sigmoid that f32 cannot
     # tell from 0 may be 0.
-    np.testing.assert_allclose(f64(got)[live], want, rtol=2**-8 + 2**-16, atol=1e-34)
+    rtol = 2**-8 + 2**-16 + tanh_error(kind, backend)
+    np.testing.assert_allclose(f64(got)[live], want, rtol=rtol, atol=1e-34)
 
 
 @every_backend
@@ -218,12 +220,13 @@ def test_act_quant_is_the_reference_quantised_without_a_rounding_between(
     want_values, want_scales = reference.encode_fp8(want)
     scales = f64(row_scales(scales, slabs, 64))[live]
     # 1e-5: f32 arithmetic; had the product been rounded to bf16 first, 2e-3.
-    np.testing.assert_allclose(scales[:, 0], f64(want_scales)[:, 0], rtol=1e-5)
+    off = tanh_error(kind, backend)
+    np.testing.assert_allclose(scales[:, 0], f64(want_scales)[:, 0], rtol=1e-5 + off)
     same = f64(values)[live] == f64(want_values)
-    assert same.mean() > 0.995
+    assert same.mean() > 0.995 - 16 * off  # a step of e4m3 is 2**-4 or more
     back = f64(values)[live] * scales
     # Half a unit in the last place of e4m3: 2**-4 of a normal value, 2**-10 of the scale below.
-    bound = np.abs(want) * 2**-4 + f64(want_scales) * 2**-10
+    bound = np.abs(want) * (2**-4 + 2 * off) + f64(want_scales) * 2**-10
     assert (np.abs(back - want) <= bound * (1 + 1e-4)).all()
 
 
@@ -249,7 +252,7 @@ def test_activations_of_hostile_numbers_are_those_of_f64(backend, kind, params):
         vanishes = (params[0] if kind == "oai_swiglu" else 1) * gate < -85
         lost = vanishes & np.isinf(up) & np.isinf(want)
         want = np.where(np.abs(want) > 3.3895e38, np.sign(want) * np.inf, want)  # past bf16's end
-        near = np.abs(want) * (2**-8 + 2**-16) + 2.0**-124
+        near = np.abs(want) * (2**-8 + 2**-16 + tanh_error(kind, backend)) + 2.0**-124
         near += np.where(vanishes, np.nan_to_num(np.abs(gate * up)) * 2.0**-122, 0)
         agrees = (got == want) | (np.abs(got - want) <= near) | np.isnan(want) & np.isnan(got)
     assert (agrees | lost).all()
