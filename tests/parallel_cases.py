@@ -96,9 +96,9 @@ def cases(mode: str) -> dict[str, Case]:
     """What a mode runs: name -> case."""
     found: dict[str, Case] = {}
     if mode.endswith("processes"):
-        for dispatch in CPU_DISPATCHERS:
+        for dispatch in DISPATCHERS if "GPU" in mode else CPU_DISPATCHERS:
             found[f"{dispatch}, DP + EP"] = case("DP + EP", dispatch, tokens=45)
-        if mode == "2 processes":
+        if mode.startswith("2"):
             found["low_latency, routed"] = case(
                 "DP + EP", "low_latency", how="routed", router=dict(top_k=3), shared=0
             )
@@ -245,6 +245,7 @@ def cases(mode: str) -> dict[str, Case]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=("cpu", "gpu", "processes"), required=True)
+    parser.add_argument("--gpus", action="store_true", help="one for each process")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
@@ -258,19 +259,25 @@ def main() -> None:
             f"--xla_force_host_platform_device_count={given.devices}"
             " --xla_backend_optimization_level=0"
         )
-    if given.mode == "processes":
+    if given.mode == "processes" and not given.gpus:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     import jax
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as in conftest
-    if given.mode == "processes":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            f"localhost:{given.port}", given.processes, given.process, initialization_timeout=60
-        )
     several = given.mode == "processes"
-    runs = cases(f"{given.processes} processes" if several else given.mode)
+    if several:
+        if not given.gpus:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            f"localhost:{given.port}",
+            given.processes,
+            given.process,
+            local_device_ids=[given.process] if given.gpus else None,
+            initialization_timeout=60,
+        )
+    kind = f"{given.processes}{' GPU' * given.gpus} processes"
+    runs = cases(kind if several else given.mode)
     for name in given.names or runs:
         try:
             for line in RUN[runs[name].how](runs[name]):
@@ -280,7 +287,7 @@ def main() -> None:
             print(json.dumps(told), flush=True)
             traceback.print_exc()
         print(json.dumps(dict(case=name, done=True)), flush=True)
-    if given.mode == "processes":
+    if several:
         jax.distributed.shutdown()
 
 
@@ -422,9 +429,15 @@ def compare(got, want) -> dict:
 
 def whole(case: Case) -> Iterator[dict]:
     """By the layer's own router."""
+    import jax
     import numpy as np
+    from dgmoe_jax.kernels_pallas import one_sided
 
     mesh, parallel = on_mesh(case)
+    several = jax.process_count() > 1 and case.dispatch == "one_sided"
+    if several and (reason := one_sided.unavailable(mesh)):
+        yield dict(unavailable=reason)
+        return
     cfg, params = layer(case)
     x, given = tokens(case), {}
     if cfg.router.selection == "hash":
