@@ -134,10 +134,10 @@ def remote_rows(dispatch: str, ids: np.ndarray, ranks: int, experts: int) -> tup
 class Run:
     """One shape on all GPUs: compiled side by side, checked, timed, and written down."""
 
-    def __init__(self, shape: str, recipe: str, sizes: list[int], out: Path):
+    def __init__(self, shape: str, recipe: str, sizes: list[int], stages: bool, out: Path):
         s = self.shape = SHAPES[shape]
         self.cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe)
-        self.gpus, self.out = len(jax.devices()), out
+        self.gpus, self.stages, self.out = len(jax.devices()), stages, out
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.params = random_params(self.cfg, jax.random.key(0))
         self.head = _bench.environment() | {"gpus": self.gpus, "processes": jax.process_count()}
@@ -219,6 +219,15 @@ class Run:
         call = functools.partial(run, *args)
         us = _bench.median_us(call, repeats=10) / len(self.xs[t])
         found["us"] = us
+        if self.stages:
+            share = jax.local_device_count() * len(self.xs[t])
+            for k in _stages.stages(call, calls=3):
+                if self.first:
+                    self.console.print(
+                        f"{k['us'] / share:9.1f} us {k['launches'] / share:6.2f} x {k['kernel']}",
+                        no_wrap=True,
+                        highlight=False,
+                    )
         if what == "layer":
             if t in self.single:
                 found |= {"one_gpu_us": self.single[t], "speedup": self.single[t] / us}
@@ -266,6 +275,7 @@ def main(
     recipe: str = "fp8_block",
     alone: bool = True,
     whole: bool = True,
+    stages: bool = typer.Option(False, help="print a GPU's kernels, us and launches of a layer"),
     devices: int = typer.Option(0, help="on a CPU: so many devices"),
     processes: int = typer.Option(0, help="so many processes, a GPU for each"),
     worker: str = typer.Option("", hidden=True),
@@ -281,7 +291,7 @@ def main(
         address, count, number = worker.split(",")
         jax.distributed.initialize(address, int(count), int(number), local_device_ids=[int(number)])
     sizes = [int(t) for t in tokens.split(",")]
-    run = Run(shape, recipe, sizes, out)
+    run = Run(shape, recipe, sizes, stages, out)
     ways = [
         (way, axis, pieces)
         for axis in split.split(",")
