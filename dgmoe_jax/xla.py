@@ -221,9 +221,16 @@ def _in_slabs(scales: Array, slabs: int) -> Array:
 
 
 def quant(
-    x: Array, *, group: int = 128, ue8m0: bool = False, packed: bool = False
+    x: Array,
+    *,
+    width: int | None = None,
+    group: int = 128,
+    ue8m0: bool = False,
+    packed: bool = False,
 ) -> tuple[Array, Array]:
     """x [M, K] bf16 or f32 -> values [M, K] float8_e4m3fn, scales [G, M4], MN-major, M up to 4s.
+
+    With `width`, values are [M, width], zeros from K on.
 
     scale = max(amax, 1e-10) / 448 per row and group; `ue8m0` rounds it up to a power of two. f32,
     G = K / group; `packed`: exponents in int32, group 4 * j + i as byte i (the lowest first) of
@@ -236,7 +243,9 @@ def quant(
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
     values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
-    return values.reshape(x.shape), _in_slabs(_packed(scales) if packed else scales, 1)
+    more = 0 if width is None else width - x.shape[1]
+    values = jnp.pad(values.reshape(x.shape), ((0, 0), (0, more)))
+    return values, _in_slabs(_packed(scales) if packed else scales, 1)
 
 
 def _check_packed(ue8m0: bool, packed: bool) -> None:

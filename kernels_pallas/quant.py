@@ -72,6 +72,7 @@ def rule_of(group: int, ue8m0: bool, packed: bool) -> Rule:
 def quant(
     x: Array,
     *,
+    width: int | None = None,
     group: int = GROUP,
     ue8m0: bool = False,
     packed: bool = False,
@@ -79,19 +80,24 @@ def quant(
 ) -> tuple[Array, Array]:
     """x [M, K] bf16 -> values [M, K] float8_e4m3fn, scales f32 or int32 as `Rule` says, one slab.
 
+    With `width`, values are [M, width], their columns from K on unspecified: room for the caller.
+
     Per row and group: scale = max(amax, 1e-10) / 448, with `ue8m0` rounded up to a power of two
     (exponent 1..254); value = x / scale, IEEE division, rounded to nearest even. Inf or
     NaN in a group leaves NaN in its values, and exponent 255, UE8M0's NaN, in its packed scale.
 
-    Raises ValueError for K that is no multiple of 128, and what `rule_of` does.
+    Raises ValueError for K or width that is no multiple of 128, and what `rule_of` does.
     """
     rule = rule_of(group, ue8m0, packed)
     if x.ndim != 2 or x.dtype != BF16 or x.shape[1] % GROUP:
         raise ValueError(f"x is {x.dtype}{list(x.shape)}; it must be bf16 [M, K], K % 128 == 0")
     m, k = x.shape
+    width = k if width is None else width
+    if width < k or width % GROUP:
+        raise ValueError(f"width={width}; it must be a multiple of {GROUP}, and K={k} at least")
     out_type = quantized_type(m, k, rule)
     if m == 0:
-        return tuple(jnp.zeros(t.shape, t.dtype) for t in out_type)
+        return jnp.zeros((m, width), FP8), jnp.zeros(out_type[1].shape, out_type[1].dtype)
     regs, units = Registers(interpret), Units(k, rule)
     tile = tile_rows(m, TILE // units.wide)
 
@@ -106,14 +112,15 @@ def quant(
 
         units.each(unit, some)
 
+    values, scales = units.out_types(m)
     values, scales = launch(
         quantise,
-        units.out_types(m),
+        (values.update(shape=(m, width // GROUP, *units.view[1:])), scales),
         grid={"m": -(-m // tile), "u": units.count},
         interpret=interpret,
         barriers=False,
     )(x.reshape(m, *units.view))
-    return values.reshape(m, k), scales.reshape(out_type[1].shape)
+    return values.reshape(m, width), scales.reshape(out_type[1].shape)
 
 
 def quantized_type(

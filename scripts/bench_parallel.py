@@ -149,7 +149,7 @@ class Run:
         self.xs, self.ids, self.wanted, self.single = {}, {}, {}, {}
         self.pool, self.sharded, self.failed = ThreadPoolExecutor(16), {}, 0
         for t in sizes:
-            shape = (8 if t <= 1024 else 4, self.gpus * t, s.H)
+            shape = (16 if t <= 128 else 8 if t <= 1024 else 4, self.gpus * t, s.H)
             self.xs[t] = rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
             ids = np.tile(np.arange(s.E, dtype=np.int32), (self.gpus * t, 1))
             self.ids[t] = np.ascontiguousarray(rng.permuted(ids, axis=1)[:, : s.k])

@@ -225,6 +225,16 @@ def test_plan_of_a_rank_has_its_part_of_the_experts_and_room_for_all_tokens():
     assert rank.expected_m == whole.expected_m and rank.workspace_bytes < whole.workspace_bytes
 
 
+def test_plan_of_a_rank_whose_rows_may_mostly_stay_empty_has_the_gemm_that_skips_them():
+    for layout in ("auto", "contiguous"):
+        cfg = config(num_experts=256, top_k=8, hidden_size=7168, layout=layout)
+        whole, rank = (dg.plan(cfg, 16384, arch="sm90", ep_size=n) for n in (1, 2))
+        assert (whole.backend, rank.backend) == ("deep_gemm", "pallas")
+        assert "skips" in rank.why and rank.fused
+    masked = config(num_experts=256, top_k=8, hidden_size=7168, layout="masked")
+    assert dg.plan(masked, 4096, arch="sm90", ep_size=2).backend == "deep_gemm"
+
+
 def test_plan_needs_more_memory_for_more_tokens():
     sizes = [dg.plan(config(), t, arch="cpu").workspace_bytes for t in (0, 64, 128, 1024)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[-1]

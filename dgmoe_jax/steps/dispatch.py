@@ -68,9 +68,12 @@ class Wire:
 
     def pack(self, tokens: Arrived) -> Array:
         """Tokens in bf16 -> [T, W] in `fmt`."""
-        x, parts = tokens.x, []
-        if self.fmt.group is not None:
-            x, scales = backends.get("quant", self.backend)(x, **self.fmt.scaling)
+        x, parts, columns = tokens.x, [], self.row_bytes // jnp.dtype(self.fmt.dtype).itemsize
+        if self.fmt.group is None:
+            x = jnp.pad(x, ((0, 0), (0, columns - self.width)))
+        else:
+            quant = backends.get("quant", self.backend)
+            x, scales = quant(x, width=columns, **self.fmt.scaling)
             parts.append(scales[:, : x.shape[0]].T)
         parts += [tokens.shared_gate] if self.gated else []
         parts.append(tokens.topk_weights)
@@ -78,7 +81,8 @@ class Wire:
         room = self._fields[-1] - self.top_k - sum(part.shape[1] for part in parts)
         parts += [jnp.zeros((x.shape[0], room), I32), tokens.topk_ids]
         bits = _as(jnp.concatenate(parts, axis=1), _bits_of(x.dtype)).reshape(x.shape[0], -1)
-        return jnp.concatenate([x, _as(bits, x.dtype)], axis=1)
+        # In place: a concatenation would copy every row.
+        return lax.dynamic_update_slice_in_dim(x, _as(bits, x.dtype), self.width, axis=1)
 
     def unpack(self, rows: Array) -> Arrived:
         """[N, W] -> tokens, their values where they are, their ids as they were sent."""
