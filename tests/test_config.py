@@ -227,11 +227,11 @@ def test_plan_of_a_rank_has_its_part_of_the_experts_and_room_for_all_tokens():
 
 def test_plan_of_a_rank_whose_rows_may_mostly_stay_empty_has_the_gemm_that_skips_them():
     for layout in ("auto", "contiguous"):
-        cfg = config(num_experts=256, top_k=8, hidden_size=7168, layout=layout)
+        cfg = config(num_experts=256, hidden_size=7168, layout=layout, recipe="fp8_block")
         whole, rank = (dg.plan(cfg, 16384, arch="sm90", ep_size=n) for n in (1, 2))
         assert (whole.backend, rank.backend) == ("deep_gemm", "pallas")
         assert "skips" in rank.why and rank.fused
-    masked = config(num_experts=256, top_k=8, hidden_size=7168, layout="masked")
+    masked = config(num_experts=256, hidden_size=7168, layout="masked")
     assert dg.plan(masked, 4096, arch="sm90", ep_size=2).backend == "deep_gemm"
 
 
