@@ -44,6 +44,17 @@ def interpreter() -> object:
     return InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
+def own(name: str) -> str:
+    """A kernel's own name of an axis. Where an axis of the caller's mesh has the same name,
+    `lax.axis_index` inside a kernel is that of the mesh (jax 0.10.2 and 0.11.2)."""
+    return f"dgmoe_jax.{name}"
+
+
+def own_index(name: str) -> Array:
+    """Where this block, or warpgroup, is along an axis of its kernel's."""
+    return lax.axis_index(own(name))
+
+
 def launch(
     body: Callable,
     out_type: object,
@@ -67,7 +78,7 @@ def launch(
     return plgpu.kernel(
         body,
         grid=tuple(grid.values()),
-        grid_names=tuple(grid),
+        grid_names=tuple(map(own, grid)),
         compiler_params=_PARAMS(unsafe_no_auto_barriers=not barriers, approx_math=approx_math),
         interpret=interpreter() if interpret else False,
         **names,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, I32, Registers, as_bf16, launch
+from ._common import BF16, F32, I32, Registers, as_bf16, launch, own_index
 from .quant import (
     GROUP,
     Rule,
@@ -150,7 +150,7 @@ def _gated(
     parts = pl.cdiv(steps, each)
 
     def gate_up(gateup_ref, tiles_ref, *out_refs):
-        block = lax.axis_index("b")
+        block = own_index("b")
         part, unit = lax.div(block, units.count), lax.rem(block, units.count)
         index, first = lax.div(part, parts), lax.rem(part, parts) * each
         row, live = tiles_ref[1, index], tiles_ref[2, index]

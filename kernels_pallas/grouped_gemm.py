@@ -36,6 +36,8 @@ from ._common import (
     Registers,
     as_bf16,
     interpreter,
+    own,
+    own_index,
     spread_rows,
     vector,
 )
@@ -172,16 +174,16 @@ def grouped(
         a_ref, b_ref, tiles_ref, *scale_refs = refs[: len(operands)]
         out_refs = refs[len(operands) : len(operands) + len(out_types)]
         a_smem, b_smem, out_smem, full, empty, *more = refs[len(operands) + len(out_types) :]
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = own_index("warpgroup")
         if scaled:
             (a_scales_ref, b_scales_ref, *table_refs), a_scales_smem = scale_refs, more[0]
 
         def look(turn):
             """(expert, first row, live rows, column) of this block's work number `turn`."""
-            index = lax.axis_index("cluster") + turn * clusters
+            index = own_index("cluster") + turn * clusters
             t, column = lax.div(index, column_tiles), lax.rem(index, column_tiles)
             if cluster > 1:
-                column = column * cluster + lax.axis_index("peer")
+                column = column * cluster + own_index("peer")
             inside = t < tiles.shape[1]
             t = jnp.minimum(t, tiles.shape[1] - 1)
             return jnp.where(inside, tiles_ref[0, t], -1), tiles_ref[1, t], tiles_ref[2, t], column
@@ -231,7 +233,7 @@ def grouped(
                     a_ref.at[pl.ds(row, width), depths],
                     a_smem.at[slot, pl.ds(0, width)],
                     full.at[slot],
-                    collective_axes="peer" if cluster > 1 else None,
+                    collective_axes=own("peer") if cluster > 1 else None,
                 )
                 if scaled:
                     copied = _scale_rows(width)
@@ -471,10 +473,10 @@ def grouped(
         out_type=out_types,
         scratch_types=scratch,
         grid=(clusters,),
-        grid_names=("cluster",),
-        **({} if interpret else {"cluster": (cluster,), "cluster_names": ("peer",)}),
+        grid_names=(own("cluster"),),
+        **({} if interpret else {"cluster": (cluster,), "cluster_names": (own("peer"),)}),
         num_threads=_WARPGROUPS + 1,
-        thread_name="warpgroup",
+        thread_name=own("warpgroup"),
         # The barriers above order all accesses; Mosaic's own would stall the producer.
         compiler_params=_PARAMS(
             unsafe_no_auto_barriers=True,
@@ -499,7 +501,7 @@ def _freed(stages: int, interpret: bool) -> object:
         return plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages)
     # Also for a cluster of one block: a warpgroup then arrives once rather than 128 times.
     return plgpu.ClusterBarrier(
-        collective_axes=("peer",), num_arrivals=_WARPGROUPS, num_barriers=stages
+        collective_axes=(own("peer"),), num_arrivals=_WARPGROUPS, num_barriers=stages
     )
 
 

@@ -28,7 +28,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import _PARAMS, BF16, F32, FP8, I32, Registers, as_bf16, interpreter, vector
+from ._common import (
+    _PARAMS,
+    BF16,
+    F32,
+    FP8,
+    I32,
+    Registers,
+    as_bf16,
+    interpreter,
+    own,
+    own_index,
+    vector,
+)
 from .grouped_gemm import (
     _REGISTERS,
     _ROW_BYTES,
@@ -97,14 +109,14 @@ def grouped(
         a_ref, b_ref, tiles_ref, *scale_refs = refs[: len(operands)]
         out_refs, scratch = refs[len(operands) :][: len(out_types)], refs[-len(scratch_types) :]
         a_smem, b_smem, out_smem, full, full_other, empty, *more = scratch
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = own_index("warpgroup")
         if scaled:
             (a_scales_ref, b_scales_ref), a_scales_smem = scale_refs, more[0]
         if interpret:  # No clusters there: blocks side by side do what a cluster's would.
-            cluster_index = lax.div(lax.axis_index("cluster"), cluster)
-            peer = lax.rem(lax.axis_index("cluster"), cluster)
+            cluster_index = lax.div(own_index("cluster"), cluster)
+            peer = lax.rem(own_index("cluster"), cluster)
         else:
-            cluster_index, peer = lax.axis_index("cluster"), lax.axis_index("peer")
+            cluster_index, peer = own_index("cluster"), own_index("peer")
 
         def look(turn):
             """(expert, first row, live rows, column, paired) of this block's work number `turn`.
@@ -199,7 +211,7 @@ def grouped(
 
                 lax.fori_loop(0, k_steps, body, None)
 
-            axes = None if interpret else "peer"
+            axes = None if interpret else own("peer")
             alone = axes if cluster > 1 else None
             few, many = (functools.partial(steps, n, None, alone) for n in (_WGMMA_ROWS, ROWS))
             way = (live > _WGMMA_ROWS).astype(I32)
@@ -423,10 +435,10 @@ def grouped(
         out_type=out_types,
         scratch_types=scratch_types,
         grid=(clusters * cluster if interpret else clusters,),
-        grid_names=("cluster",),
-        **({} if interpret else {"cluster": (cluster,), "cluster_names": ("peer",)}),
+        grid_names=(own("cluster"),),
+        **({} if interpret else {"cluster": (cluster,), "cluster_names": (own("peer"),)}),
         num_threads=_WARPGROUPS + 1,
-        thread_name="warpgroup",
+        thread_name=own("warpgroup"),
         # The barriers above order all accesses; Mosaic's own would stall the producer.
         compiler_params=_PARAMS(
             unsafe_no_auto_barriers=True,

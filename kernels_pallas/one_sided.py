@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import BF16, FP8, I32, TRIED, Registers, launch, vector
+from ._common import BF16, FP8, I32, TRIED, Registers, launch, own_index, vector
 
 UNIT = 128  # elements: the bulk copy takes at most 256 along a dimension, a row is [W / 128, 128]
 MOST_UNITS = 256
@@ -104,7 +104,7 @@ def exchange(
     regs = Registers(interpret)
 
     def one_sided(rows_ref, src2dst_ref, counts_ref, received_ref, ring, full):
-        block, me = lax.axis_index("b"), lax.axis_index(axis_name)
+        block, me = own_index("b"), lax.axis_index(axis_name)
         entered = pl.get_global(plgpu.SemaphoreType.REGULAR)
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((ranks,)))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, FP8, I32, Registers, for_pieces, launch, piece, vector
+from ._common import BF16, F32, FP8, I32, Registers, for_pieces, launch, own_index, piece, vector
 from .quant import GROUP, PACK, Rule, Units, quantize_tile, quantized_type, rule_of, unit_layout
 
 STEP = 8  # units of a token's row that a block quantises: of 128 values, 16 bytes of bf16 a thread
@@ -56,7 +56,7 @@ def permute(
     blocks = pl.cdiv(max(units.whole, 1), STEP)
 
     def move(x_ref, src2dst_ref, values_ref, scales_ref):
-        token, block = lax.axis_index("t"), lax.axis_index("u")
+        token, block = own_index("t"), own_index("u")
         dst = [src2dst_ref[token, j] for j in range(k)]
 
         def move_units(here, count, groups):
@@ -111,7 +111,7 @@ def _move(
 
     def move(x_ref, src2dst_ref, *refs):
         scales_ref, values_ref, placed_ref = (None, *refs, None) if scales is None else refs
-        token, block = lax.axis_index("t"), lax.axis_index("u")
+        token, block = own_index("t"), own_index("u")
         dst = [src2dst_ref[token, j] for j in range(k)]
 
         def move_values(start, count):

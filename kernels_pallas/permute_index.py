@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import I32, Registers, for_pieces, launch, piece, pow2_floor, vector
+from ._common import I32, Registers, for_pieces, launch, own_index, piece, pow2_floor, vector
 
 FEW = 256  # assignments up to which one launch does all: every block ranks them all
 CHUNK = 128  # of more: those that are ranked against each other,
@@ -160,7 +160,7 @@ def _place_few(
 
     def place_all(ids_ref, src2dst_ref, tiles_ref, masked_m_ref, *refs):
         *m_indices_ref, ids_smem, opens_smem, rows_smem, tile_smem, out_smem = refs
-        part = lax.axis_index("b") - 1
+        part = own_index("b") - 1
         none = regs.full((size,), 0, by_slot)
         _stage(ids_ref, ids_smem, 0, n, size, num_experts, regs)
         mine = regs.load(ids_smem, by_slot)
@@ -304,7 +304,7 @@ def _place_many(
 
     def place(ids_ref, counts_ref, src2dst_ref, tiles_ref, masked_m_ref, *refs):
         *m_indices_ref, ids_smem, rows_smem, sums_smem, table_smem, out_smem = refs
-        block = lax.axis_index("b")
+        block = own_index("b")
         counter = jnp.minimum(lax.div(block, SPLIT), counts.shape[0] - 1)
         first_chunk = lax.rem(block, SPLIT) * chunks
         none = regs.full((lanes,), 0, by_expert)
@@ -389,7 +389,7 @@ def _count_in_blocks(ids: Array, num_experts: int, chunks: int, interpret: bool)
     regs = Registers(interpret)
 
     def count(ids_ref, counts_ref, ids_smem):
-        block, by_expert = lax.axis_index("b"), vector(lanes)
+        block, by_expert = own_index("b"), vector(lanes)
         expert = regs.iota((lanes,), 0, by_expert)
         _stage(ids_ref, ids_smem, block, n, size, num_experts, regs)
 

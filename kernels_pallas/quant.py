@@ -19,6 +19,7 @@ from ._common import (
     I32,
     Registers,
     launch,
+    own_index,
     spread_groups,
     spread_rows,
     vector,
@@ -102,7 +103,7 @@ def quant(
     tile = tile_rows(m, TILE // units.wide)
 
     def quantise(x_ref, values_ref, scales_ref):
-        rows, unit = block_rows(lax.axis_index("m"), tile, m), lax.axis_index("u")
+        rows, unit = block_rows(own_index("m"), tile, m), own_index("u")
 
         def some(groups):
             at, layout = units.at(unit, groups), unit_layout(tile, groups, group)

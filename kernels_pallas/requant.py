@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._common import _PARAMS, F32, FP8, I32, Registers, for_pieces, interpreter
+from ._common import _PARAMS, F32, FP8, I32, Registers, for_pieces, interpreter, own, own_index
 from .quant import E4M3_MAX, GROUP, unit_layout
 
 STEP = 8  # groups of a row that a block takes at a time: 8 bytes of FP8 a thread
@@ -49,7 +49,7 @@ def requant(
     row_blocks = min(m, max(1, BLOCKS // (experts * columns)))
 
     def requantise(x_ref, scales_ref, masked_m_ref, inverse_ref, out_ref):
-        e, first, column = (lax.axis_index(name) for name in "erc")
+        e, first, column = map(own_index, "erc")
         inverse = inverse_ref[0]
 
         def row(i, _):
@@ -76,7 +76,7 @@ def requant(
     pl.kernel(
         requantise,
         (),
-        mesh=plgpu.Mesh(grid=(experts, row_blocks, columns), grid_names=("e", "r", "c")),
+        mesh=plgpu.Mesh(grid=(experts, row_blocks, columns), grid_names=tuple(map(own, "erc"))),
         compiler_params=_PARAMS(unsafe_no_auto_barriers=True),
         interpret=interpreter() if interpret else False,
     )(

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import F32, I32, LANES, Registers, launch, pow2_floor, spread_rows, vector
+from ._common import F32, I32, LANES, Registers, launch, own_index, pow2_floor, spread_rows, vector
 
 LARGEST = float(np.finfo(np.float32).max)
 # Where int32 arrays are selected below, the array comes first: Mosaic takes the signedness of the
@@ -96,7 +96,7 @@ def route(
     def choose(*refs):
         *inputs, ids_ref, weights_ref = refs
         refs = dict(zip(operands, inputs, strict=True))
-        block = lax.axis_index("t")
+        block = own_index("t")
         # The last block overlaps its neighbour rather than pass the end: both write equal bytes.
         first = block if tile == 1 else jnp.minimum(block * tile, t - tile)
         rows = first if tile == 1 else pl.ds(first, tile)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ._common import BF16, F32, I32, Registers, launch, pow2_floor, vector
+from ._common import BF16, F32, I32, Registers, launch, own_index, pow2_floor, vector
 
 THREADS = 128
 
@@ -53,7 +53,7 @@ def unpermute(
 
     def combine(rows_ref, src2dst_ref, weights_ref, *refs):
         *shared_ref, out_ref = refs
-        block = lax.axis_index("b")
+        block = own_index("b")
         token = lax.div(block, chunks)
         columns = pl.ds(jnp.minimum(lax.rem(block, chunks) * chunk, h - chunk), chunk)
         dst = [src2dst_ref[token, j] for j in range(k)]

@@ -6,8 +6,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from conftest import ON_GPU, every_layout, every_recipe, random_layer
+from conftest import ON_GPU, every_layout, every_recipe, random_layer, tokens
+from jax.sharding import AxisType, PartitionSpec
 
 import dgmoe_jax as dg
 
@@ -156,6 +158,42 @@ def test_no_buffer_of_the_contiguous_layout_grows_with_experts_times_tokens(reci
     )
     rows = dg.plan(layer.cfg, 4096, arch="sm90").rows
     assert largest == rows * 256 and rows < 4096 * 4 + 8 * 128
+
+
+# What kernels call their own axes, too.
+MESH_AXES = ("b", "m", "u", "t", "e", "r", "c", "cluster", "peer", "warpgroup")
+
+
+def in_a_mesh_of(names, run):
+    """`run` of x [T, 128] on one device, whose mesh has axes of these names."""
+    mesh = jax.make_mesh((1,) * len(names), names, (AxisType.Auto,) * len(names))
+    spec = PartitionSpec(names)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+@pytest.mark.parametrize("count", [4, 300])  # of one launch that places rows, and of three
+def test_kernels_are_the_same_whatever_the_callers_mesh_calls_its_axes(count):
+    """A kernel that takes its place from an axis of the caller's mesh reads and writes anywhere."""
+    layer = layer_of("pallas", "fp8_block", shared=1)
+    x = jax.ShapeDtypeStruct((count, 128), jnp.bfloat16)
+
+    def kernels(names):
+        run = in_a_mesh_of(names, lambda x: dg.moe_layer(x, layer.params, layer.cfg))
+        text = run.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        return re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)
+
+    found = kernels(MESH_AXES)
+    assert len(found) > 6 and found == kernels(tuple(f"other {name}" for name in MESH_AXES))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="runs the compiled kernels")
+@every_recipe
+@pytest.mark.parametrize("count", [4, 300])
+def test_a_layer_runs_whatever_the_callers_mesh_calls_its_axes(recipe, count):
+    layer = layer_of("pallas", recipe, shared=1)
+    x = tokens(count, 128)
+    run = in_a_mesh_of(MESH_AXES, lambda x: dg.moe_layer(x, layer.params, layer.cfg))
+    np.testing.assert_array_equal(np.asarray(run(x)), np.asarray(layer(x)))
 
 
 @every_recipe
