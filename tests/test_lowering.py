@@ -160,30 +160,18 @@ def test_no_buffer_of_the_contiguous_layout_grows_with_experts_times_tokens(reci
     assert largest == rows * 256 and rows < 4096 * 4 + 8 * 128
 
 
-# What kernels call their own axes, too.
-MESH_AXES = ("b", "m", "u", "t", "e", "r", "c", "cluster", "peer", "warpgroup")
-
-
-def in_a_mesh_of(names, run):
-    """`run` of x [T, 128] on one device, whose mesh has axes of these names."""
-    mesh = jax.make_mesh((1,) * len(names), names, (AxisType.Auto,) * len(names))
-    spec = PartitionSpec(names)
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-
-
-@pytest.mark.parametrize("count", [4, 300])  # of one launch that places rows, and of three
-def test_kernels_are_the_same_whatever_the_callers_mesh_calls_its_axes(count):
-    """A kernel that takes its place from an axis of the caller's mesh reads and writes anywhere."""
+@pytest.mark.parametrize("count", [4, 300])  # whose GEMMs and placing of rows are other kernels
+def test_kernels_name_their_axes_as_no_callers_mesh_does(count):
+    """One of an axis of the mesh would take its place from that."""
     layer = layer_of("pallas", "fp8_block", shared=1)
     x = jax.ShapeDtypeStruct((count, 128), jnp.bfloat16)
+    traced = jax.jit(lambda x: dg.moe_layer(x, layer.params, layer.cfg)).trace(x)
+    found = re.findall(r"axis_name=\(?'?([\w.]+)", str(traced.jaxpr))
+    assert len(found) > 10 and all(name.startswith("dgmoe_jax.") for name in found), found
 
-    def kernels(names):
-        run = in_a_mesh_of(names, lambda x: dg.moe_layer(x, layer.params, layer.cfg))
-        text = run.trace(x).lower(lowering_platforms=("cuda",)).as_text()
-        return re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)
 
-    found = kernels(MESH_AXES)
-    assert len(found) > 6 and found == kernels(tuple(f"other {name}" for name in MESH_AXES))
+# What kernels called their own axes.
+MESH_AXES = ("b", "m", "u", "t", "e", "r", "c", "cluster", "peer", "warpgroup")
 
 
 @pytest.mark.skipif(not ON_GPU, reason="runs the compiled kernels")
@@ -191,8 +179,10 @@ def test_kernels_are_the_same_whatever_the_callers_mesh_calls_its_axes(count):
 @pytest.mark.parametrize("count", [4, 300])
 def test_a_layer_runs_whatever_the_callers_mesh_calls_its_axes(recipe, count):
     layer = layer_of("pallas", recipe, shared=1)
-    x = tokens(count, 128)
-    run = in_a_mesh_of(MESH_AXES, lambda x: dg.moe_layer(x, layer.params, layer.cfg))
+    x, spec = tokens(count, 128), PartitionSpec(MESH_AXES)
+    mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+    run = lambda x: dg.moe_layer(x, layer.params, layer.cfg)  # noqa: E731
+    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     np.testing.assert_array_equal(np.asarray(run(x)), np.asarray(layer(x)))
 
 
