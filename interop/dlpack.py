@@ -100,8 +100,6 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
       TypeError: no array, or a dtype that has no counterpart; a value that is being traced.
       ValueError: a deleted or donated array, or one on several devices.
     """
-    import torch
-
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"array: {array}, is being traced; its values are known outside of jit only"
@@ -114,6 +112,15 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
         raise ValueError("array: deleted or donated, must be alive")
     if len(array.devices()) != 1:
         raise ValueError(f"array: on {len(array.devices())} devices, must be on one")
+    tensor = give(array)
+    _let_go()
+    return tensor.clone() if copy else tensor
+
+
+def give(array: jax.Array) -> torch.Tensor:
+    """`to_torch` of an array that is known to be one that can be handed over."""
+    import torch
+
     (device,) = array.devices()
     if device.platform == "cpu":  # jaxlib 0.10 waits by itself, which the protocol does not ask for
         array.block_until_ready()
@@ -127,8 +134,7 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
         tensor = torch.from_dlpack(array)
     if tensor.is_cuda:
         weakref.finalize(tensor.untyped_storage(), _drop, array, tensor.device).atexit = False
-        _let_go()
-    return tensor.clone() if copy else tensor
+    return tensor
 
 
 def check_memory(owner: str, tensor: torch.Tensor) -> None:

@@ -11,8 +11,7 @@ compiles DeepGEMM's kernels ahead, not these programs.)
 
 CUDA graphs: JAX's programs cannot be captured into one of torch's, and a call while the stream is
 being captured raises. The operator is tagged `cudagraph_unsafe`, by which `torch.compile` graphs
-what lies between the layers; who captures by hand does the same. What CUDA graphs save, XLA's own
-command buffers save inside the layer.
+what lies between the layers; who captures by hand does the same.
 """
 
 from __future__ import annotations
@@ -210,7 +209,7 @@ class TorchMoE(torch.nn.Module):
         return dlpack.share(dlpack.shareable(x.detach())), self.params, ids
 
     def _run(self, x: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        return dlpack.to_torch(_layer(*self._given(x, token_ids), cfg=self.cfg))
+        return dlpack.give(_layer(*self._given(x, token_ids), cfg=self.cfg))
 
 
 def replace_moe_blocks(model: torch.nn.Module, **options: Any) -> list[str]:
@@ -278,7 +277,14 @@ def _route(x, params, token_ids, *, cfg):
     return _logits_and_routing(x, params, token_ids, cfg, backend)
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
+# Without command buffers, which are recorded again for memory that moves from call to call, as torch's
+# does: on an H200 a call of 1, 64, 1024 tokens (E 128, H 2048) took 188, 340, 372 us, and 226, 417,
+# 391 with them.
+@functools.partial(
+    jax.jit,
+    static_argnames="cfg",
+    compiler_options={"xla_gpu_enable_command_buffer": ""},
+)
 def _layer(x, params, token_ids, *, cfg):
     if x.dtype == jnp.bfloat16:
         return dg.moe_layer(x, params, cfg, token_ids=token_ids)

@@ -12,6 +12,11 @@ import jax
 
 def stages(call: Callable[[], object], calls: int = 20) -> list[dict]:
     """Kernels of one `call`, in order: see `summary`. Raises RuntimeError where no GPU runs."""
+    return summary([event for gpu in profile(call, calls) for event in gpu], calls)
+
+
+def profile(call: Callable[[], object], calls: int) -> list[list[tuple[float, float, str]]]:
+    """(start, duration, name) in ns of the kernels of `calls` calls, a list for each GPU."""
     if jax.default_backend() != "gpu":
         raise RuntimeError(f"kernel times need a GPU; JAX runs on {jax.default_backend()}")
     jax.block_until_ready(call())
@@ -20,18 +25,29 @@ def stages(call: Callable[[], object], calls: int = 20) -> list[dict]:
             jax.block_until_ready([call() for _ in range(calls)])
         (file,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
-        events = [
-            (event.start_ns, event.duration_ns, event.name)
+        gpus = [
+            [
+                (event.start_ns, event.duration_ns, event.name)
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
             for plane in data.planes
             if plane.name.startswith("/device:GPU")
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
         ]
-    if not events:
+    if not any(gpus):
         lines = [(plane.name, [line.name for line in plane.lines]) for plane in data.planes]
         raise RuntimeError(f"the profile holds no kernels: {lines}")
-    return summary(events, calls)
+    return gpus
+
+
+def overlap_us(events: list[tuple[float, float, str]]) -> float:
+    """Microseconds of the events of one GPU that ran beside others."""
+    busy, end = 0.0, 0.0
+    for start, duration, _ in sorted(events):
+        busy += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    return (sum(duration for _, duration, _ in events) - busy) / 1e3
 
 
 def summary(events: list[tuple[float, float, str]], calls: int) -> list[dict]:

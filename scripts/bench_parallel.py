@@ -50,6 +50,7 @@ COLUMNS = {
     "T": "T a GPU",
     "us": "us",
     "device_us": "of the GPU",
+    "overlap_us": "overlap",
     "bytes_per_s": "bytes/s",
     "one_gpu_us": "one GPU",
     "speedup": "speed-up",
@@ -219,15 +220,16 @@ class Run:
         call = functools.partial(run, *args)
         us = _bench.median_us(call, repeats=10) / len(self.xs[t])
         found["us"] = us
-        if self.stages:
-            share = jax.local_device_count() * len(self.xs[t])
-            for k in _stages.stages(call, calls=3):
-                if self.first:
-                    self.console.print(
-                        f"{k['us'] / share:9.1f} us {k['launches'] / share:6.2f} x {k['kernel']}",
-                        no_wrap=True,
-                        highlight=False,
-                    )
+        if jax.default_backend() == "gpu":
+            calls, per_gpu = 5, jax.local_device_count() * len(self.xs[t])
+            gpus = _stages.profile(call, calls)
+            kernels = _stages.summary([event for gpu in gpus for event in gpu], calls)
+            # Waiting for other GPUs included, the host's work not.
+            found["device_us"] = sum(k["us"] for k in kernels) / per_gpu
+            found["overlap_us"] = sum(map(_stages.overlap_us, gpus)) / calls / per_gpu
+            for k in kernels if self.stages and self.first else []:
+                line = f"{k['us'] / per_gpu:9.1f} us {k['launches'] / per_gpu:6.2f} x {k['kernel']}"
+                self.console.print(line, no_wrap=True, highlight=False)
         if what == "layer":
             if t in self.single:
                 found |= {"one_gpu_us": self.single[t], "speedup": self.single[t] / us}
@@ -237,10 +239,7 @@ class Run:
         wire = steps.Wire(fmt, padded(self.shape.H), self.shape.k, False, "xla").row_bytes
         there, back = remote_rows(key["dispatch"], self.ids[t], self.gpus, self.shape.E)
         found |= {"bytes_in": there * wire, "bytes_back": back * 2 * padded(self.shape.H)}
-        if jax.default_backend() == "gpu":  # waiting for the others included, the host's work not
-            kernels = sum(k["us"] for k in _stages.stages(call, calls=5))
-            us = found["device_us"] = kernels / jax.local_device_count() / len(self.xs[t])
-        rate = (found["bytes_in"] + found["bytes_back"]) / us * 1e6
+        rate = (found["bytes_in"] + found["bytes_back"]) / found.get("device_us", us) * 1e6
         return found | {"bytes_per_s": rate, "link_share": rate / _bench.LINK_BYTES}
 
 
