@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -182,13 +183,14 @@ class TorchMoE(torch.nn.Module):
                 "hidden_states: requires grad, and the layer has no derivative; call it under"
                 " torch.no_grad() or torch.inference_mode()"
             )
-        x = hidden_states.reshape(-1, hidden)
+        rows = hidden_states.ndim == 2
+        x = hidden_states if rows else hidden_states.reshape(-1, hidden)
         token_ids = input_ids.reshape(-1).to(torch.int32) if by_hash else None
         if torch.compiler.is_compiling():
             y = torch.ops.dgmoe_jax.moe(x, token_ids, self._number)
         else:  # torch's dispatcher takes as long as both hand-overs
             y = self._run(x, token_ids)
-        return y.view(hidden_states.shape)
+        return y if rows else y.view(hidden_states.shape)
 
     def route(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
@@ -198,18 +200,21 @@ class TorchMoE(torch.nn.Module):
         x = hidden_states.reshape(-1, self.cfg.hidden_size)
         by_hash = self.cfg.router.selection == "hash"
         ids = input_ids.reshape(-1).to(torch.int32) if by_hash else None
-        routing = _route(*self._given(x, ids), cfg=self.cfg)
+        routing = self._on_jax(_route, x, ids)
         return dlpack.to_torch(routing.topk_ids), dlpack.to_torch(routing.topk_weights)
 
     def extra_repr(self) -> str:
         return str(self.cfg)
 
-    def _given(self, x: torch.Tensor, token_ids: torch.Tensor | None) -> tuple:
-        ids = None if token_ids is None else dlpack.share(dlpack.shareable(token_ids))
-        return dlpack.share(dlpack.shareable(x.detach())), self.params, ids
+    def _on_jax(self, jitted: Callable, x: torch.Tensor, token_ids: torch.Tensor | None) -> Any:
+        """Its result must be handed over, for which torch's stream waits, before x is let go."""
+        x = dlpack.shareable(x.detach())
+        ids = None if token_ids is None else dlpack.shareable(token_ids)
+        lent = dlpack.borrow(x), self.params, None if ids is None else dlpack.borrow(ids)
+        return jitted(*lent, cfg=self.cfg)
 
     def _run(self, x: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        return dlpack.give(_layer(*self._given(x, token_ids), cfg=self.cfg))
+        return dlpack.give(self._on_jax(_layer, x, token_ids))
 
 
 def replace_moe_blocks(model: torch.nn.Module, **options: Any) -> list[str]:

@@ -57,7 +57,9 @@ def until_ready_us(calls: dict[str, Callable[[], object]], repeats: int = 200) -
         for name, call in calls.items():
             wait()
             start = time.perf_counter()
-            jax.block_until_ready(call())
+            result = call()
+            if isinstance(result, jax.Array):
+                result.block_until_ready()
             wait()
             if i >= 10:
                 times[name].append(time.perf_counter() - start)

@@ -391,6 +391,29 @@ def test_the_tokens_may_be_written_at_once_on_a_busy_stream():
         del junk
 
 
+@pytest.mark.skipif(not ON_GPU, reason="JAX waits for a CPU's tokens")
+def test_the_memory_of_tokens_is_not_kept_and_may_hold_others():
+    layer = random_layer(experts=8, hidden=1024, inner=512)
+    module = TorchMoE(layer.cfg, layer.params)
+    first, second = given(64, hidden=1024), given(64, hidden=1024) * 2
+    wants = [module(x).clone() for x in (first, second)]
+    addresses = set()
+    for idle in (True, False) * 20:
+        for x, want in zip((first, second), wants, strict=True):
+            if idle:  # then JAX takes an earlier view of the same memory
+                torch.cuda.synchronize()
+            tokens_now = x.clone()
+            if idle:
+                torch.cuda.synchronize()
+            addresses.add(tokens_now.data_ptr())
+            before = torch.cuda.memory_allocated()
+            y = module(tokens_now)
+            del tokens_now
+            assert torch.cuda.memory_allocated() < before or not idle
+            assert torch.equal(y, want)
+    assert len(addresses) < 8
+
+
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 def test_capturing_callers_are_refused():
     module, _ = make_module()
