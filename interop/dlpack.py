@@ -114,7 +114,6 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
     if len(array.devices()) != 1:
         raise ValueError(f"array: on {len(array.devices())} devices, must be on one")
     tensor = give(array)
-    _let_go()
     return tensor.clone() if copy else tensor
 
 
@@ -135,6 +134,7 @@ def give(array: jax.Array) -> torch.Tensor:
         tensor = torch.from_dlpack(array)
     if tensor.is_cuda:
         weakref.finalize(tensor.untyped_storage(), _drop, array, tensor.device).atexit = False
+        _let_go()  # while the GPU is busy with what made this array
     return tensor
 
 
@@ -191,7 +191,6 @@ def borrow(tensor: torch.Tensor) -> jax.Array:
         return share(tensor)
     if not torch.cuda.current_stream().query():
         return share(tensor)
-    _let_go()
     return _view(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
 
 
