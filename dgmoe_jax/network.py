@@ -1,8 +1,8 @@
 """How long dispatch and combine take, for more GPUs than are at hand.
 
 What each dispatcher sends is exact, or the mean over routings to E experts that are all as likely;
-what links do with it is five numbers, assumed or fitted to measurements. Passes over a GPU's own
-memory are not counted: a fit has them in its rate and its start.
+what links do with it is five numbers, assumed or fitted to measurements, and the passes over a
+GPU's own memory before and after, which are counted, take their time at a sixth.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ BF16_BYTES = 2
 class Network:
     """What a GPU's links do. Rates are bytes a second in each direction, times seconds.
 
-    nvlink, network: a GPU's rate to those in its NVLink domain, and to all others. start: of an
-    exchange, however little it sends. nvlink_message, network_message: of each peer, in turn.
+    nvlink, network: a GPU's rate to those in its NVLink domain, and to all others. memory: of its
+    own, read and written, as a copy on an H200 has it. start: of an exchange, however little it
+    sends. nvlink_message, network_message: of each peer, in turn.
     fitted: which of these were fitted to measurements; the others are assumed.
 
-    The rates assumed are nominal ones: an H200's NVLink, and a 400 Gbit/s adapter a GPU. The times
-    are guesses; all that two H200s told is that an exchange of 16 to 1024 tokens took 74 to 87 us,
-    of which the host's share is unknown.
+    The links' rates assumed are nominal ones: an H200's NVLink, and a 400 Gbit/s adapter a GPU. The
+    times assumed are guesses.
     """
 
     nvlink: float = 450e9
     network: float = 50e9
+    memory: float = 4.3e12
     start: float = 20e-6
     nvlink_message: float = 1e-6
     network_message: float = 3e-6
@@ -45,7 +46,7 @@ class Network:
 
     def __post_init__(self):
         for name in NUMBERS:
-            value, rate = getattr(self, name), name in ("nvlink", "network")
+            value, rate = getattr(self, name), name in ("nvlink", "network", "memory")
             if not (math.isfinite(value) and (value > 0 or (value == 0 and not rate))):
                 least = "greater than 0" if rate else "at least 0"
                 raise ValueError(f"Network.{name}={value}: must be finite and {least}")
@@ -54,6 +55,7 @@ class Network:
         """Of exchanges one after another; both kinds of links work at once."""
         return sum(
             self.start
+            + e.memory_bytes / self.memory
             + max(
                 e.nvlink_peers * self.nvlink_message + e.nvlink_bytes / self.nvlink,
                 e.network_peers * self.network_message + e.network_bytes / self.network,
@@ -66,7 +68,8 @@ class Network:
             return f"{value} ({'fitted' if name in self.fitted else 'assumed'})"
 
         return (
-            f"NVLink {told('nvlink', f'{self.nvlink / 1e9:.0f} GB/s')},"
+            f"memory {told('memory', f'{self.memory / 1e12:.2g} TB/s')};"
+            f" NVLink {told('nvlink', f'{self.nvlink / 1e9:.0f} GB/s')},"
             f" {told('nvlink_message', f'{self.nvlink_message * 1e6:.2g} us a peer')};"
             f" network {told('network', f'{self.network / 1e9:.0f} GB/s a GPU')},"
             f" {told('network_message', f'{self.network_message * 1e6:.2g} us a peer')};"
@@ -79,12 +82,14 @@ NUMBERS = tuple(f.name for f in fields(Network) if f.name != "fitted")
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank sends or gets, whichever is more, in one collective, by kind of link."""
+    """What one rank sends or gets, whichever is more, in one collective, by kind of link, and reads
+    and writes of its own memory before it or, on the way back, after."""
 
     nvlink_bytes: float
     network_bytes: float
     nvlink_peers: int
     network_peers: int
+    memory_bytes: float
 
 
 def exchanges(
@@ -128,33 +133,39 @@ def exchanges(
     there = steps.Wire(operands.activations, width, top_k, False, "xla").row_bytes
     back = BF16_BYTES * width
 
+    pack = num_tokens * (BF16_BYTES * width + there)
     if dispatch == "standard":
         # Rows of other domains come in once, by all adapters of the domain together.
-        def everywhere(row: int) -> Exchange:
+        def everywhere(row: int, memory_bytes: float) -> Exchange:
             total = (ranks - 1) * num_tokens * row
             network = (ranks - near) * num_tokens * row / near
-            return Exchange(total - network, network, near - 1, -(-ranks // near) - 1)
+            peers = near - 1, -(-ranks // near) - 1
+            return Exchange(total - network, network, *peers, memory_bytes)
 
-        return [everywhere(there), everywhere(back)]
+        return [everywhere(there, pack), everywhere(back, ranks * num_tokens * back)]
 
-    def to_each(num_bytes: float) -> Exchange:
+    def to_each(num_bytes: float, memory_bytes: float) -> Exchange:
         far = ranks - near
-        return Exchange((near - 1) * num_bytes, far * num_bytes, near - 1, far)
+        return Exchange((near - 1) * num_bytes, far * num_bytes, near - 1, far, memory_bytes)
 
     slots = num_tokens * top_k * held.experts / grouped.num_experts
     total, elsewhere = grouped.num_experts, grouped.num_experts - held.experts
     tokens = num_tokens * (1 - math.comb(elsewhere, top_k) / math.comb(total, top_k))
-    if ragged or dispatch == "one_sided":
-        rows = {"low_latency": (tokens, slots), "expanded": (slots, slots)}
-        into, out_of = rows.get(dispatch, (tokens, tokens))
-        return [to_each(into * there), to_each(out_of * back)]
+    # Rows for a rank, and those that it gives back: that there are, and in blocks.
+    rows = {"low_latency": (tokens, slots), "expanded": (slots, slots)}
+    into, out_of = rows.get(dispatch, (tokens, tokens))
     on = Ranks(parallel, sizes, held, grouped.num_experts)
     block = on.dispatcher(num_tokens, top_k, True, "xla").rows
-    if dispatch == "low_latency":
-        return [to_each(block * there), to_each(block * min(top_k, held.experts) * back)]
-    found = [to_each(block * there), to_each(block * back)]
-    if dispatch == "expanded":  # prefix sums and weights go ahead
-        found.insert(0, to_each(4 * (held.experts + block)))
+    block_back = block * (min(top_k, held.experts) if dispatch == "low_latency" else 1)
+    # Rows into blocks, which the kernels of "one_sided" make in the peers' memory; and back,
+    # blocks written, and what came read and added up.
+    to_blocks = 0 if dispatch == "one_sided" else 2 * ranks * into * there
+    from_blocks = (ranks * (block_back + out_of) + num_tokens) * back
+    if ragged or dispatch == "one_sided":
+        block, block_back = into, out_of
+    found = [to_each(block * there, pack + to_blocks), to_each(block_back * back, from_blocks)]
+    if dispatch == "expanded" and not ragged:  # prefix sums and weights go ahead
+        found.insert(0, to_each(4 * (held.experts + block), 0))
     return found
 
 
@@ -192,14 +203,18 @@ def fit(lines: Iterable[Mapping], assumed: Network | None = None) -> Network:
     names = ["start", "nvlink"]
     if len({line["gpus"] for line, _ in found}) > 1:
         names.append("nvlink_message")
-    us = np.array([line.get("device_us", line["us"]) for line, _ in found])
+    # The host's pauses are in the one, waiting in kernels for a later GPU in the other.
+    us = np.array([min(line["us"], line.get("device_us", math.inf)) for line, _ in found])
     columns = {
         "start": [len(sent) for _, sent in found],
         "nvlink_message": [sum(e.nvlink_peers for e in sent) for _, sent in found],
         "nvlink": [sum(e.nvlink_bytes for e in sent) for _, sent in found],
     }
     columns = {name: np.array(column, float) * 1e6 for name, column in columns.items()}
-    rest = us.copy()
+    rest = (
+        us
+        - 1e6 * np.array([sum(e.memory_bytes for e in sent) for _, sent in found]) / network.memory
+    )
     if "nvlink_message" not in names:
         rest -= columns["nvlink_message"] * network.nvlink_message
     matrix = np.stack([columns[name] for name in names], axis=1) / us[:, None]

@@ -113,6 +113,27 @@ def draw(source: Path, target: Path) -> None:
     figure.savefig(target, dpi=130)
 
 
+def parallel_table(records: list[dict]) -> str:
+    """Markdown: a row for each number of tokens a GPU, us. Of all these tokens on one GPU; then by
+    dispatcher of the layer (times as fast), and of dispatch and combine alone."""
+    kept = {
+        (r["bench"], r["dispatch"], r["T"]): r for r in records if "us" in r and r["chunks"] == 1
+    }
+    ways = list(dict.fromkeys(way for _, way, _ in kept))
+    lines = [f"| T a GPU | one GPU | {' | '.join(ways)} |", "|---" * (2 + len(ways)) + "|"]
+    for tokens in sorted({t for *_, t in kept}):
+        cells = []
+        for way in ways:
+            layer, alone = kept["layer", way, tokens], kept.get(("dispatch", way, tokens))
+            text = f"{layer['us']:.0f} ({layer['speedup']:.2f}x)"
+            if alone:
+                text += f", {min(alone['us'], alone['device_us']):.0f}"
+            cells.append(text)
+        row = [str(tokens), f"{layer['one_gpu_us']:.0f}", *cells]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 def quantizers(records: list[dict]) -> dict[tuple, dict]:
     """(weights, recipe, arch, source) -> the last line of each."""
     keys = ("weights", "recipe", "arch", "source")

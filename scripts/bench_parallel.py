@@ -86,17 +86,22 @@ def layers(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel) -> Callable:
 
 
 def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.MoEParams):
-    """Dispatch and combine of several layers in one program, without the experts between: what
-    arrives stands for nothing, and rows that nobody computed go back."""
+    """Dispatch and combine of several layers in one program, without the experts between, and what
+    makes the rows that go back in the place of theirs, from tokens [T, H]."""
     weights = params.experts.w13.format
     fmt = dg.recipes.run_of(cfg.recipe, weights).operands.activations
     top_k, width = cfg.router.top_k, padded(cfg.hidden_size)
     backend = dg.plan(cfg, 1).backend
 
-    def local(xs, ids, weight):
-        ranks = Ranks.of(cfg, parallel, weights)
-        d = ranks.dispatcher(len(xs[0]), top_k, True, backend)
-        rows = jnp.broadcast_to(xs[0][:1], (d.ranks * d.rows, width))
+    def dispatcher(x):
+        return Ranks.of(cfg, parallel, weights).dispatcher(len(x), top_k, True, backend)
+
+    def computed(x):
+        d = dispatcher(x)
+        return jnp.broadcast_to(x[:1], (d.ranks * d.rows, width))
+
+    def local(xs, ids, weight, rows):
+        d = dispatcher(xs[0])
 
         @jax.jit  # traced once for all of them
         def one(x, topk_ids, weight, rows):
@@ -110,10 +115,8 @@ def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.M
 
         return [one(x, topk_ids, weight, rows) for x, topk_ids in zip(xs, ids, strict=True)]
 
-    specs = (BY_TOKEN, BY_TOKEN, BY_TOKEN)
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=BY_TOKEN, check_vma=False)
-    )
+    over_all = dict(mesh=mesh, in_specs=BY_TOKEN, out_specs=BY_TOKEN, check_vma=False)
+    return [jax.jit(jax.shard_map(run, **over_all)) for run in (local, computed)]
 
 
 def remote_rows(dispatch: str, ids: np.ndarray, ranks: int, experts: int) -> tuple[int, int]:
@@ -177,8 +180,9 @@ class Run:
             if alone and dispatch != "standard" and chunks == 1:
                 ids = self.ids[t]
                 weights = put(self.mesh, np.full(ids.shape, 1 / self.shape.k, np.float32))
-                given = args, [put(self.mesh, ids)] * len(args), weights
-                lowered = exchanges(self.cfg, self.mesh, parallel, params).lower(*given)
+                run, computed = exchanges(self.cfg, self.mesh, parallel, params)
+                given = args, [put(self.mesh, ids)] * len(args), weights, computed(args[0])
+                lowered = run.lower(*given)
                 jobs.append(("dispatch", key, self.pool.submit(lowered.compile), given))
         self.note(f"{len(jobs)} programs of {t} tokens a GPU are lowered")
         wait([job for _, _, job, _ in jobs])  # compiling beside it would slow the host

@@ -92,9 +92,14 @@ def test_peers_beyond_the_domain_are_reached_over_the_network():
     # All of 31 ranks' rows arrive, those of 24 of them once for 8 GPUs.
     assert standard.network_bytes == 24 * 128 * 7168 * 2 / 8
     assert standard.nvlink_bytes + standard.network_bytes == 31 * 128 * 7168 * 2
-    links = Network(1e9, 1e8, 1.0, 0.5, 0.25)
+    links = Network(1e9, 1e8, 1e7, 1.0, 0.5, 0.25)
     slower = max(7 * 0.5 + there.nvlink_bytes / 1e9, 24 * 0.25 + there.network_bytes / 1e8)
-    assert links.seconds([there]) == pytest.approx(1 + slower)
+    # A row of x in bf16, packed, moved to the blocks of the ranks that want it.
+    row = 7168 + 384
+    wanted = 32 * (1 - math.comb(248, 8) / math.comb(256, 8))
+    passes = 128 * (2 * 7168 + row + 2 * row * wanted)
+    assert there.memory_bytes == pytest.approx(passes)
+    assert links.seconds([there]) == pytest.approx(1 + passes / 1e7 + slower)
     assert links.seconds([there, back]) > links.seconds([there])
 
 

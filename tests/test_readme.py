@@ -42,3 +42,5 @@ def test_the_tables_are_those_of_the_committed_measurements():
     records = _report.read(ROOT / "bench/layer.jsonl")
     for recipe, text in (("fp8_block", README), ("bf16", ROOT / "bench/README.md")):
         assert _report.table(records, recipe) in text.read_text()
+    records = _report.read(ROOT / "bench/parallel.jsonl")
+    assert _report.parallel_table(records) in (ROOT / "bench/README.md").read_text()
