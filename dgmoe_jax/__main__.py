@@ -129,11 +129,11 @@ def network(
     ] = None,
     markdown: Annotated[bool, _help("The table for a page.")] = False,
 ) -> None:
-    """How long dispatch and combine take on 8 to 4096 GPUs, by a model of five numbers."""
+    """How long dispatch and combine take on 8 to 4096 GPUs, by a model of six numbers."""
     from dgmoe_jax import network as model
 
-    lines = [json.loads(line) for line in measured.read_text().splitlines()] if measured else []
     try:
+        lines = model.read(measured) if measured else []
         networks = model.fits(lines)
         cfg = model.config(experts, top_k, hidden, intermediate, recipe)
         rows = [
@@ -166,7 +166,8 @@ def network(
     for line, sent in model.measured(lines):
         us = networks[line["dispatch"]].seconds(sent) * 1e6
         sizes = (line["dispatch"], str(line["gpus"]), str(line["T"]))
-        beside.add_row(*sizes, f"{line['us']:.0f}", f"{us:.0f}", f"{us / line['us']:.2f}")
+        took = model.measured_us(line)
+        beside.add_row(*sizes, f"{took:.0f}", f"{us:.0f}", f"{us / took:.2f}")
     console.print(beside if beside.row_count else "Nothing measured: all of it is assumed.")
 
 

@@ -27,15 +27,23 @@ def _need_int(owner: object, name: str, least: int) -> None:
     _need(value >= least, type(owner).__name__, name, value, f"at least {least}")
 
 
-def _need_real(owner: object, name: str, *, positive: bool, optional: bool = False) -> None:
+def _need_real(
+    owner: object,
+    name: str,
+    *,
+    positive: bool,
+    optional: bool = False,
+    least: float = F32_TINY,
+    most: float = F32_MAX,
+) -> None:
     value = getattr(owner, name)
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{type(owner).__name__}.{name}={value!r}: must be a number")
     # The layer computes in f32: what is not an ordinary number there would become 0 or Inf.
-    ok = F32_TINY <= value <= F32_MAX if positive else -F32_MAX <= value <= F32_MAX
-    allowed = f"finite and positive, in [{F32_TINY:.3g}, {F32_MAX:.3g}]" if positive else "finite"
+    ok = least <= value <= most if positive else -most <= value <= most
+    allowed = f"finite and positive, in [{least:.3g}, {most:.3g}]" if positive else "finite"
     _need(ok, type(owner).__name__, name, value, allowed)
     object.__setattr__(owner, name, float(value))
 
@@ -100,15 +108,15 @@ class OAISwiGLU(_Gated):
 @dataclass(frozen=True)
 class SiTU(_Gated):
     """beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta): Kimi-K3's, as
-    SGLang has it. A GPU's kernels are within 2^-10 before they round (its tanh has 11 bits)."""
+    SGLang has it. On a GPU within some 2^-10 before it is rounded, since its tanh has 11 bits."""
 
     beta: float
     linear_beta: float
 
     def __post_init__(self):
         super().__post_init__()
-        _need_real(self, "beta", positive=True)
-        _need_real(self, "linear_beta", positive=True)
+        for name in ("beta", "linear_beta"):  # whose inverses are ordinary numbers, too
+            _need_real(self, name, positive=True, least=2.0**-100, most=2.0**100)
 
     def params(self) -> tuple[str, tuple[float | None, ...]]:
         return "situ", (self.beta, self.linear_beta)

@@ -1,15 +1,17 @@
 """How long dispatch and combine take, for more GPUs than are at hand.
 
 What each dispatcher sends is exact, or the mean over routings to E experts that are all as likely;
-what links do with it is five numbers, assumed or fitted to measurements, and the passes over a
-GPU's own memory before and after, which are counted, take their time at a sixth.
+what links do with it is five numbers, assumed or fitted to measurements. Passes over a GPU's own
+memory, before and after, are counted and take their time at a sixth one, `memory`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls  # scipy comes with jax
@@ -27,10 +29,10 @@ BF16_BYTES = 2
 class Network:
     """What a GPU's links do. Rates are bytes a second in each direction, times seconds.
 
-    nvlink, network: a GPU's rate to those in its NVLink domain, and to all others. memory: of its
-    own, read and written, as a copy on an H200 has it. start: of an exchange, however little it
-    sends. nvlink_message, network_message: of each peer, in turn.
-    fitted: which of these were fitted to measurements; the others are assumed.
+    nvlink, network: a GPU's rate to those in its NVLink domain, and to all others. start: of an
+    exchange, however little it sends. nvlink_message, network_message: of each peer, in turn.
+    memory: its own, bytes read and written, as a copy on an H200 has it. fitted: which of these
+    were fitted to measurements; the others are assumed.
 
     The links' rates assumed are nominal ones: an H200's NVLink, and a 400 Gbit/s adapter a GPU. The
     times assumed are guesses.
@@ -38,10 +40,10 @@ class Network:
 
     nvlink: float = 450e9
     network: float = 50e9
-    memory: float = 4.3e12
     start: float = 20e-6
     nvlink_message: float = 1e-6
     network_message: float = 3e-6
+    memory: float = 4.3e12
     fitted: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -82,8 +84,8 @@ NUMBERS = tuple(f.name for f in fields(Network) if f.name != "fitted")
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank sends or gets, whichever is more, in one collective, by kind of link, and reads
-    and writes of its own memory before it or, on the way back, after."""
+    """What one rank sends or gets, whichever is more, in one collective, by kind of link, and what
+    kernels before it and, on the way back, after it read and write in its memory."""
 
     nvlink_bytes: float
     network_bytes: float
@@ -157,16 +159,21 @@ def exchanges(
     on = Ranks(parallel, sizes, held, grouped.num_experts)
     block = on.dispatcher(num_tokens, top_k, True, "xla").rows
     block_back = block * (min(top_k, held.experts) if dispatch == "low_latency" else 1)
-    # Rows into blocks, which the kernels of "one_sided" make in the peers' memory; and back,
-    # blocks written, and what came read and added up.
-    to_blocks = 0 if dispatch == "one_sided" else 2 * ranks * into * there
-    from_blocks = (ranks * (block_back + out_of) + num_tokens) * back
-    if ragged or dispatch == "one_sided":
+    if ragged:
+        block, block_back = into, out_of
+    # Rows into blocks, which the kernels of "one_sided" make in the peers' memory. Back: experts'
+    # rows read and blocks of them or of their sums written, then what came read and added up.
+    to_blocks = 0 if dispatch == "one_sided" else (num_tokens + ranks * into) * there
+    from_blocks = (ranks * (2 * out_of + block_back) + num_tokens) * back
+    if dispatch == "one_sided":
         block, block_back = into, out_of
     found = [to_each(block * there, pack + to_blocks), to_each(block_back * back, from_blocks)]
     if dispatch == "expanded" and not ragged:  # prefix sums and weights go ahead
         found.insert(0, to_each(4 * (held.experts + block), 0))
     return found
+
+
+SIZES = ("dispatch", "gpus", "processes", "T", "E", "k", "H", "I", "recipe")
 
 
 def measured(lines: Iterable[Mapping]) -> list[tuple[Mapping, list[Exchange]]]:
@@ -175,14 +182,49 @@ def measured(lines: Iterable[Mapping]) -> list[tuple[Mapping, list[Exchange]]]:
     kept = {}
     for line in lines:
         if line["bench"] == "dispatch" and "failed" not in line and line["gpu"] != "cpu":
-            sizes = ("dispatch", "gpus", "processes", "T", "E", "k", "H", "I", "recipe")
-            kept[tuple(line[name] for name in sizes)] = line
+            kept[tuple(line[name] for name in SIZES)] = line
     found = []
     for line in kept.values():
         cfg = config(*(line[name] for name in ("E", "k", "H", "I")), line["recipe"])
         ranks = line["gpus"]
         found.append((line, exchanges(cfg, line["T"], ranks, line["dispatch"], domain=ranks)))
     return found
+
+
+def measured_us(line: Mapping) -> float:
+    """The lesser of two times of a line: the host's pauses are in the one from start to start, and
+    waiting in kernels for a later GPU in the kernels' own."""
+    return min(line["us"], line.get("device_us", math.inf))
+
+
+def read(path: Path) -> list[dict]:
+    """Lines of scripts/bench_parallel.py. ValueError names the line that is none."""
+    found = []
+    try:
+        for number, text in enumerate(path.read_text().splitlines(), 1):
+            if text.strip():
+                found.append(_checked(text, f"{path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{path}: {problem}") from None
+    return found
+
+
+def _checked(text: str, where: str) -> dict:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"{where}: no JSON ({problem})") from None
+    if not isinstance(line, dict) or not isinstance(line.get("bench"), str):
+        raise ValueError(f"{where}: no measurement, which has a name in 'bench'")
+    if line["bench"] == "dispatch" and "failed" not in line:
+        absent = [name for name in ("gpu", "us", *SIZES) if name not in line]
+        if absent:
+            raise ValueError(f"{where}: {absent} are missing")
+        for name in {"us", "device_us"} & set(line):
+            value = line[name]
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{where}: {name} is {value}, must be finite and greater than 0")
+    return line
 
 
 def config(num_experts: int, top_k: int, hidden: int, inner: int, recipe: str) -> MoEConfig:
@@ -203,18 +245,15 @@ def fit(lines: Iterable[Mapping], assumed: Network | None = None) -> Network:
     names = ["start", "nvlink"]
     if len({line["gpus"] for line, _ in found}) > 1:
         names.append("nvlink_message")
-    # The host's pauses are in the one, waiting in kernels for a later GPU in the other.
-    us = np.array([min(line["us"], line.get("device_us", math.inf)) for line, _ in found])
+    us = np.array([measured_us(line) for line, _ in found])
     columns = {
         "start": [len(sent) for _, sent in found],
         "nvlink_message": [sum(e.nvlink_peers for e in sent) for _, sent in found],
         "nvlink": [sum(e.nvlink_bytes for e in sent) for _, sent in found],
     }
     columns = {name: np.array(column, float) * 1e6 for name, column in columns.items()}
-    rest = (
-        us
-        - 1e6 * np.array([sum(e.memory_bytes for e in sent) for _, sent in found]) / network.memory
-    )
+    passes = np.array([sum(e.memory_bytes for e in sent) for _, sent in found])
+    rest = us - 1e6 * passes / network.memory
     if "nvlink_message" not in names:
         rest -= columns["nvlink_message"] * network.nvlink_message
     matrix = np.stack([columns[name] for name in names], axis=1) / us[:, None]

@@ -238,13 +238,17 @@ def quant(
     its exponent.
     """
     _check_packed(ue8m0, packed)
+    width = x.shape[1] if width is None else width
+    if width < x.shape[1] or width % 128:
+        raise ValueError(
+            f"width={width}; it must be a multiple of 128, and K={x.shape[1]} at least"
+        )
     groups = x.astype(F32).reshape(x.shape[0], x.shape[1] // group, group)
     scales = scale_of(largest(groups, -1), 448.0, ue8m0)
     values = divide(groups, scales[..., None])
     # Behind a barrier, since XLA may drop a rounding to float8 that is widened again at once.
     values = lax.optimization_barrier(jnp.clip(values, -448.0, 448.0).astype(jnp.float8_e4m3fn))
-    more = 0 if width is None else width - x.shape[1]
-    values = jnp.pad(values.reshape(x.shape), ((0, 0), (0, more)))
+    values = jnp.pad(values.reshape(x.shape), ((0, 0), (0, width - x.shape[1])))
     return values, _in_slabs(_packed(scales) if packed else scales, 1)
 
 
@@ -355,8 +359,12 @@ def _oai_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
 
 
 def _situ(gate: Array, up: Array, beta: float, linear_beta: float) -> Array:
-    gate = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate)
-    return gate * (linear_beta * jnp.tanh(up / linear_beta))
+    return _soft_clip(gate, beta) * jax.nn.sigmoid(gate) * _soft_clip(up, linear_beta)
+
+
+def _soft_clip(x: Array, by: float) -> Array:
+    """by * tanh(x / by), where x / by is no number that XLA takes for 0: else x."""
+    return jnp.where(jnp.abs(x) < by * 2.0**-13, x, by * jnp.tanh(x / by))
 
 
 ACTIVATION = {"silu": _silu, "oai_swiglu": _oai_swiglu, "situ": _situ}

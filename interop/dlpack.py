@@ -43,9 +43,9 @@ DTYPES = (
 ALIGNMENT = {"cpu": 64, "cuda": 16}
 """Bytes: XLA on a CPU copies what is aligned to less, and on a GPU refuses to run on it."""
 
-_TRIED = ("0.10.2", "0.11.2")
-"""Versions of jaxlib whose functions below `jnp.from_dlpack` and `__dlpack__` are called, for some
-20 us less; other versions take the public way."""
+TRIED = jaxlib.__version__ in ("0.10.2", "0.11.2")
+"""Whether jaxlib's functions below `jnp.from_dlpack` and `__dlpack__` are called, for some 20 us
+less; other versions take the public way."""
 
 _DLPACK_KIND = {"cpu": 1, "cuda": 2}
 
@@ -124,7 +124,7 @@ def give(array: jax.Array) -> torch.Tensor:
     (device,) = array.devices()
     if device.platform == "cpu":  # jaxlib 0.10 waits by itself, which the protocol does not ask for
         array.block_until_ready()
-    if device.platform == "gpu" and jaxlib.__version__ in _TRIED:
+    if device.platform == "gpu" and TRIED:
         stream = torch.cuda.current_stream(device.local_hardware_id).cuda_stream
         capsule = _jax.buffer_to_dlpack_managed_tensor(
             array.addressable_data(0), stream=stream or 1
@@ -162,7 +162,7 @@ def share(tensor: torch.Tensor) -> jax.Array:
             "tensor: the current stream is being captured into a CUDA graph, which JAX's work"
             " cannot enter; capture what lies before and after it"
         )
-    if jaxlib.__version__ not in _TRIED:
+    if not TRIED:
         return jnp.from_dlpack(tensor)
     _let_go()  # before what comes next takes other memory, for which XLA records its graphs again
     device, kind, stream = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type], None
@@ -178,11 +178,12 @@ def share(tensor: torch.Tensor) -> jax.Array:
 
 
 def borrow(tensor: torch.Tensor) -> jax.Array:
-    """`share`, for work that torch's current stream waits for: what comes next there, freeing the
-    tensor too, comes after it, so that the array need not keep the memory alive.
+    """`share`, for work that torch's current stream waits for while the tensor lives: what comes
+    next there, use of its memory for others too, comes after it. So the array need not keep the
+    memory, no more than torch's own kernels do (`record_stream` is for that of other streams).
 
     Then one array will do for all tensors at an address, where JAX has nothing to wait for first.
-    To make one and let it go takes JAX's runtime some 90 us (jaxlib 0.11.2, an H200).
+    To make one and let it go took JAX's runtime some 90 us in a trial (jaxlib 0.11.2, an H200).
     """
     import torch
 

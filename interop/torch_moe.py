@@ -168,6 +168,25 @@ class TorchMoE(torch.nn.Module):
           NotImplementedError: a gradient is asked for.
           RuntimeError: the current stream is being captured into a CUDA graph.
         """
+        x, token_ids = self._checked(hidden_states, input_ids)
+        if torch.compiler.is_compiling():
+            y = torch.ops.dgmoe_jax.moe(x, token_ids, self._number)
+        else:  # torch's dispatcher takes as long as both hand-overs
+            y = self._run(x, token_ids)
+        return y if hidden_states.ndim == 2 else y.view(hidden_states.shape)
+
+    def route(
+        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `forward` chooses: ids [T, k] int32, weights [T, k] f32 without scaling factor.
+        Raises what `forward` does."""
+        topk_ids, topk_weights = self._on_jax(_route, *self._checked(hidden_states, input_ids))
+        return topk_ids, topk_weights
+
+    def _checked(
+        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens [T, H], and their ids [T] int32 where the router reads them."""
         dlpack.check_memory("hidden_states", hidden_states)
         hidden, by_hash = self.cfg.hidden_size, self.cfg.router.selection == "hash"
         if hidden_states.dtype not in _DTYPES:
@@ -183,38 +202,28 @@ class TorchMoE(torch.nn.Module):
                 "hidden_states: requires grad, and the layer has no derivative; call it under"
                 " torch.no_grad() or torch.inference_mode()"
             )
-        rows = hidden_states.ndim == 2
-        x = hidden_states if rows else hidden_states.reshape(-1, hidden)
-        token_ids = input_ids.reshape(-1).to(torch.int32) if by_hash else None
-        if torch.compiler.is_compiling():
-            y = torch.ops.dgmoe_jax.moe(x, token_ids, self._number)
-        else:  # torch's dispatcher takes as long as both hand-overs
-            y = self._run(x, token_ids)
-        return y if rows else y.view(hidden_states.shape)
-
-    def route(
-        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `forward` chooses: ids [T, k] int32, weights [T, k] f32 without scaling factor."""
-        dlpack.check_memory("hidden_states", hidden_states)
-        x = hidden_states.reshape(-1, self.cfg.hidden_size)
-        by_hash = self.cfg.router.selection == "hash"
-        ids = input_ids.reshape(-1).to(torch.int32) if by_hash else None
-        routing = self._on_jax(_route, x, ids)
-        return dlpack.to_torch(routing.topk_ids), dlpack.to_torch(routing.topk_weights)
+        x = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden)
+        if not by_hash:
+            return x, None
+        if input_ids.is_floating_point() or input_ids.is_complex():
+            raise TypeError(f"input_ids: dtype {input_ids.dtype}, must be an int dtype")
+        return x, input_ids.reshape(-1).to(torch.int32)
 
     def extra_repr(self) -> str:
         return str(self.cfg)
 
-    def _on_jax(self, jitted: Callable, x: torch.Tensor, token_ids: torch.Tensor | None) -> Any:
-        """Its result must be handed over, for which torch's stream waits, before x is let go."""
+    def _on_jax(
+        self, jitted: Callable, x: torch.Tensor, token_ids: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Its arrays. x and ids, which may be copies, live until torch's stream waits for these."""
         x = dlpack.shareable(x.detach())
         ids = None if token_ids is None else dlpack.shareable(token_ids)
         lent = dlpack.borrow(x), self.params, None if ids is None else dlpack.borrow(ids)
-        return jitted(*lent, cfg=self.cfg)
+        return [dlpack.give(y) for y in jax.tree.leaves(jitted(*lent, cfg=self.cfg))]
 
     def _run(self, x: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        return dlpack.give(self._on_jax(_layer, x, token_ids))
+        (y,) = self._on_jax(_layer, x, token_ids)
+        return y
 
 
 def replace_moe_blocks(model: torch.nn.Module, **options: Any) -> list[str]:
@@ -282,14 +291,12 @@ def _route(x, params, token_ids, *, cfg):
     return _logits_and_routing(x, params, token_ids, cfg, backend)
 
 
-# Without command buffers, which are recorded again for memory that moves from call to call, as
-# torch's does: on an H200 calls of 1, 64, 1024 tokens (E 128, H 2048) took 188, 340 and 372 us, and
-# 226, 417 and 391 with them.
-@functools.partial(
-    jax.jit,
-    static_argnames="cfg",
-    compiler_options={"xla_gpu_enable_command_buffer": ""},
-)
+# Command buffers would be recorded again for memory that moves from call to call, as torch's does.
+# An option that XLA does not know is an error.
+_OPTIONS = {"xla_gpu_enable_command_buffer": ""} if dlpack.TRIED else None
+
+
+@functools.partial(jax.jit, static_argnames="cfg", compiler_options=_OPTIONS)
 def _layer(x, params, token_ids, *, cfg):
     if x.dtype == jnp.bfloat16:
         return dg.moe_layer(x, params, cfg, token_ids=token_ids)

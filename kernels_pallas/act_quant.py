@@ -25,7 +25,6 @@ from .quant import (
 Inverse = Callable[[Array], Array]  # 1 / x of positive f32
 
 LOG2E = math.log2(math.e)
-MOST = float(jnp.finfo(F32).max)
 # Rows of a step of 128 columns, and the blocks that there should be before one takes more than one.
 ROWS, BLOCKS = 16, 1056
 
@@ -219,12 +218,18 @@ def _oai_swiglu(gate: Array, up: Array, alpha: float, limit: float, *, inverse: 
 
 
 def _situ(gate: Array, up: Array, beta: float, linear_beta: float, *, inverse: Inverse) -> Array:
-    """Within 2^-10 on a GPU: each tanh is the hardware's, within 2^-11 (PTX ISA, tanh.approx.f32),
-    as in SGLang's kernels, which are compiled with --use_fast_math."""
-    gate_clip, up_clip = (
-        by * jnp.tanh(x * min(1 / by, MOST)) for x, by in ((gate, beta), (up, linear_beta))
-    )
-    return gate_clip * _sigmoid(gate, inverse) * up_clip
+    """Within some 2^-10 on a GPU: each tanh is the hardware's, within 2^-11 (PTX ISA,
+    tanh.approx.f32), as in SGLang's kernels, which are compiled with --use_fast_math."""
+    return _soft_clip(gate, beta) * _sigmoid(gate, inverse) * _soft_clip(up, linear_beta)
+
+
+def _soft_clip(x: Array, by: float) -> Array:
+    """by * tanh(x / by)."""
+    clipped = by * jnp.tanh(x * (1 / by))
+    if by < 2.0**8:
+        return clipped
+    # x / by may be too small for an f32, where x is the result.
+    return jnp.where(jnp.abs(x) < by * 2.0**-13, x, clipped)
 
 
 ACTIVATIONS = {"silu": _silu, "oai_swiglu": _oai_swiglu, "situ": _situ}

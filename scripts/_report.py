@@ -114,23 +114,29 @@ def draw(source: Path, target: Path) -> None:
 
 
 def parallel_table(records: list[dict]) -> str:
-    """Markdown: a row for each number of tokens a GPU, us. Of all these tokens on one GPU; then by
-    dispatcher of the layer (times as fast), and of dispatch and combine alone."""
+    """Markdown: a row for each number of tokens a GPU, us, of the first line's shape, recipe and
+    GPUs. Of all tokens on one GPU; then by dispatcher of the layer (times as fast), and of dispatch
+    and combine alone, from start to start / by the profiler."""
+    same = ("shape", "recipe", "gpus", "processes", "split", "chunks")
     kept = {
-        (r["bench"], r["dispatch"], r["T"]): r for r in records if "us" in r and r["chunks"] == 1
+        (r["bench"], r["dispatch"], r["T"]): r
+        for r in records
+        if "us" in r and all(r[name] == records[0][name] for name in same)
     }
     ways = list(dict.fromkeys(way for _, way, _ in kept))
     lines = [f"| T a GPU | one GPU | {' | '.join(ways)} |", "|---" * (2 + len(ways)) + "|"]
     for tokens in sorted({t for *_, t in kept}):
-        cells = []
+        cells, one_gpu = [], "-"
         for way in ways:
-            layer, alone = kept["layer", way, tokens], kept.get(("dispatch", way, tokens))
-            text = f"{layer['us']:.0f} ({layer['speedup']:.2f}x)"
-            if alone:
-                text += f", {min(alone['us'], alone['device_us']):.0f}"
+            layer, alone = (kept.get((what, way, tokens), {}) for what in ("layer", "dispatch"))
+            text = "-"
+            if "speedup" in layer:
+                text = f"{layer['us']:.0f} ({layer['speedup']:.2f}x)"
+                one_gpu = f"{layer['one_gpu_us']:.0f}"
+            if "device_us" in alone:
+                text += f", {alone['us']:.0f} / {alone['device_us']:.0f}"
             cells.append(text)
-        row = [str(tokens), f"{layer['one_gpu_us']:.0f}", *cells]
-        lines.append(f"| {' | '.join(row)} |")
+        lines.append(f"| {' | '.join([str(tokens), one_gpu, *cells])} |")
     return "\n".join(lines)
 
 

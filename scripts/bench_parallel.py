@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -76,13 +76,22 @@ def mine(y: jax.Array) -> np.ndarray:
 
 
 def layers(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel) -> Callable:
-    """Several layers in one program, each with tokens of its own."""
+    """Several layers in one program."""
+    return one_by_one(lambda x, params: dg.sharded_moe_layer(x, params, cfg, mesh, parallel))
 
-    @jax.jit  # traced once for all of them
-    def layer(x, params):
-        return dg.sharded_moe_layer(x, params, cfg, mesh, parallel)
 
-    return jax.jit(lambda xs, params: [layer(x, params) for x in xs])
+def one_by_one(layer: Callable) -> Callable:
+    """(xs, params) -> ys: a layer's result is added to the next one's tokens, as in a model, so
+    that nothing of two layers runs at once."""
+    layer = jax.jit(layer)  # traced once for all of them
+
+    def run(xs, params):
+        ys = []
+        for x in xs:
+            ys.append(layer(x + ys[-1] if ys else x, params))
+        return ys
+
+    return jax.jit(run)
 
 
 def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.MoEParams):
@@ -113,7 +122,12 @@ def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.M
             src2dst = jnp.where(arrived.topk_ids >= 0, row, -1)
             return d.bring_back(rows, src2dst, arrived, back, tokens, None, 1.0)
 
-        return [one(x, topk_ids, weight, rows) for x, topk_ids in zip(xs, ids, strict=True)]
+        ys = []
+        for x, topk_ids in zip(xs, ids, strict=True):
+            if ys:  # One after another; there is no NaN.
+                topk_ids = topk_ids + jnp.isnan(ys[-1][:1, :1]).astype(jnp.int32)
+            ys.append(one(x, topk_ids, weight, rows))
+        return ys
 
     over_all = dict(mesh=mesh, in_specs=BY_TOKEN, out_specs=BY_TOKEN, check_vma=False)
     return [jax.jit(jax.shard_map(run, **over_all)) for run in (local, computed)]
@@ -175,15 +189,14 @@ class Run:
             params, args = self.sharded[axis], [put(self.mesh, x) for x in self.xs[t]]
             key = {"dispatch": dispatch, "split": axis, "chunks": chunks, "T": t}
             if whole:
-                lowered = layers(self.cfg, self.mesh, parallel).lower(args, params)
-                jobs.append(("layer", key, self.pool.submit(lowered.compile), (args, params)))
+                run, given = layers(self.cfg, self.mesh, parallel), (args, params)
+                jobs.append(("layer", key, self.compiled(run, given), given))
             if alone and dispatch != "standard" and chunks == 1:
                 ids = self.ids[t]
                 weights = put(self.mesh, np.full(ids.shape, 1 / self.shape.k, np.float32))
                 run, computed = exchanges(self.cfg, self.mesh, parallel, params)
                 given = args, [put(self.mesh, ids)] * len(args), weights, computed(args[0])
-                lowered = run.lower(*given)
-                jobs.append(("dispatch", key, self.pool.submit(lowered.compile), given))
+                jobs.append(("dispatch", key, self.compiled(run, given), given))
         self.note(f"{len(jobs)} programs of {t} tokens a GPU are lowered")
         wait([job for _, _, job, _ in jobs])  # compiling beside it would slow the host
         self.note("and compiled")
@@ -200,10 +213,17 @@ class Run:
                 self.note(" ".join(f"{k}={v}" for k, v in cells.items() if v != "-"))
                 self.table.add_row(*cells.values())
 
+    def compiled(self, run: Callable, given: tuple) -> Future:
+        """Beside others, but lowered at once: that is Python's work."""
+        try:
+            return self.pool.submit(run.lower(*given).compile)
+        except Exception as problem:
+            (failed := Future()).set_exception(problem)
+            return failed
+
     def one_gpu(self, t: int, timed: bool) -> None:
         """The results to compare with, and the same tokens' time on one GPU."""
-        layer = jax.jit(lambda x, params: dg.moe_layer(x, params, self.cfg))
-        run = jax.jit(lambda xs, params: [layer(x, params) for x in xs])
+        run = one_by_one(lambda x, params: dg.moe_layer(x, params, self.cfg))
         here = [jax.device_put(x, jax.local_devices()[0]) for x in self.xs[t]]
         self.wanted[t] = np.asarray(run(here, self.params)[0])
         if timed:
@@ -278,7 +298,7 @@ def main(
     recipe: str = "fp8_block",
     alone: bool = True,
     whole: bool = True,
-    stages: bool = typer.Option(False, help="print a GPU's kernels, us and launches of a layer"),
+    stages: bool = typer.Option(False, help="on GPUs: print a GPU's kernels of a layer"),
     devices: int = typer.Option(0, help="on a CPU: so many devices"),
     processes: int = typer.Option(0, help="so many processes, a GPU for each"),
     worker: str = typer.Option("", hidden=True),

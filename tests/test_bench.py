@@ -100,6 +100,12 @@ def test_rows_of_the_bare_gemms_start_aligned_and_pad_with_minus_one():
     assert _controls.best({"masked": "MemoryError"}) is None
 
 
+def test_overlap_is_what_ran_beside_others():
+    events = [(0, 100, "a"), (50, 100, "b"), (60, 20, "c"), (200, 10, "d"), (210, 10, "e")]
+    assert _stages.overlap_us(events[::-1]) == (50 + 20) / 1e3
+    assert _stages.overlap_us(events[:1]) == 0
+
+
 def test_stages_are_per_call_and_the_pauses_between_calls_are_no_gap():
     us = 1000
     events = []

@@ -33,6 +33,7 @@ def refuses(kind, words, call, *args, **kw):
 # --- configs
 
 POSITIVE = "in [1.18e-38, 3.4e+38]"  # an ordinary f32
+INVERTIBLE = "in [7.89e-31, 1.27e+30]"
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,9 @@ POSITIVE = "in [1.18e-38, 3.4e+38]"  # an ordinary f32
         (ValueError, dg.OAISwiGLU, "alpha", -1.0, POSITIVE),
         (TypeError, dg.OAISwiGLU, "limit", None, "number"),
         (TypeError, dg.OAISwiGLU, "keep_fp32", 1, "bool"),
-        (ValueError, lambda beta: dg.SiTU(beta, 1.0), "beta", float("inf"), POSITIVE),
-        (ValueError, lambda linear_beta: dg.SiTU(1.0, linear_beta), "linear_beta", 0, POSITIVE),
+        (ValueError, lambda beta: dg.SiTU(beta, 1.0), "beta", float("inf"), INVERTIBLE),
+        (ValueError, lambda linear_beta: dg.SiTU(1.0, linear_beta), "linear_beta", 0, INVERTIBLE),
+        (ValueError, lambda beta: dg.SiTU(beta, 1.0), "beta", 1e38, INVERTIBLE),
         (ValueError, dg.RouterConfig, "top_k", 0, "at least 1"),
         (TypeError, dg.RouterConfig, "top_k", 2.0, "int"),
         (TypeError, dg.RouterConfig, "top_k", True, "int"),

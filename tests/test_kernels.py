@@ -160,6 +160,18 @@ def test_quant_refuses():
     for run in (quant, xla.quant):
         with pytest.raises(ValueError, match="packed=True, ue8m0=False"):
             run(jnp.zeros((2, 128), BF16), packed=True)
+        for width in (128, 300):
+            with pytest.raises(ValueError, match=rf"width={width}.*128.*K=256"):
+                run(jnp.zeros((2, 256), BF16), width=width)
+
+
+def test_quant_leaves_room_where_asked():
+    x = jnp.asarray(random(0, 5, 256), BF16)
+    for run in (functools.partial(quant, interpret=INTERPRET), xla.quant):
+        (wide, scales), (want, want_scales) = run(x, width=640), run(x)
+        assert wide.shape == (5, 640)
+        np.testing.assert_array_equal(f32(wide)[:, :256], f32(want))
+        np.testing.assert_array_equal(np.asarray(scales)[:, :5], np.asarray(want_scales)[:, :5])
 
 
 # --- act, act_quant

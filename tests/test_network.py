@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -92,12 +93,12 @@ def test_peers_beyond_the_domain_are_reached_over_the_network():
     # All of 31 ranks' rows arrive, those of 24 of them once for 8 GPUs.
     assert standard.network_bytes == 24 * 128 * 7168 * 2 / 8
     assert standard.nvlink_bytes + standard.network_bytes == 31 * 128 * 7168 * 2
-    links = Network(1e9, 1e8, 1e7, 1.0, 0.5, 0.25)
+    links = Network(1e9, 1e8, 1.0, 0.5, 0.25, memory=1e7)
     slower = max(7 * 0.5 + there.nvlink_bytes / 1e9, 24 * 0.25 + there.network_bytes / 1e8)
     # A row of x in bf16, packed, moved to the blocks of the ranks that want it.
     row = 7168 + 384
     wanted = 32 * (1 - math.comb(248, 8) / math.comb(256, 8))
-    passes = 128 * (2 * 7168 + row + 2 * row * wanted)
+    passes = 128 * (2 * 7168 + row + row + row * wanted)
     assert there.memory_bytes == pytest.approx(passes)
     assert links.seconds([there]) == pytest.approx(1 + passes / 1e7 + slower)
     assert links.seconds([there, back]) > links.seconds([there])
@@ -173,6 +174,26 @@ def test_the_command_fits(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines(TRUTH)))
     text = run("--measured", str(path)).output
     assert "300 GB/s (fitted)" in text and text.count(" 1.00 ") == 12
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("{", "line 2: no JSON"),
+        ("[1]", "line 2: no measurement"),
+        ('{"bench": "dispatch", "gpu": "x", "us": 1}', "line 2: ['dispatch', 'gpus'"),
+        (next(lines(TRUTH)) | {"us": 0}, "line 2: us is 0"),
+        (next(lines(TRUTH)) | {"device_us": math.nan}, "line 2: device_us is nan"),
+    ],
+)
+def test_what_is_no_measurement_is_refused_with_its_line(tmp_path, text, told):
+    path = tmp_path / "parallel.jsonl"
+    path.write_text("\n" + (text if isinstance(text, str) else json.dumps(text)) + "\n")
+    with pytest.raises(ValueError, match=re.escape(told)):
+        network.read(path)
+    assert run("--measured", str(path)).exit_code == 1
+    path.write_text(json.dumps(next(lines(TRUTH))) + "\n\n")
+    assert len(network.read(path)) == 1
 
 
 def test_the_pages_table_is_the_models():
