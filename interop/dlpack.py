@@ -200,10 +200,10 @@ def _view(address: int, shape: torch.Size, dtype: torch.dtype, device: torch.dev
     """Of memory that others keep alive."""
     import torch
 
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return share(
-        torch.as_tensor(_Memory(address, num_bytes), device=device).view(dtype).view(shape)
-    )
+    memory = torch.as_tensor(_Memory(address, math.prod(shape) * dtype.itemsize), device=device)
+    if memory.data_ptr() != address:
+        raise RuntimeError(f"torch {torch.__version__} copied memory that it was to view")
+    return share(memory.view(dtype).view(shape))
 
 
 class _Memory:
