@@ -181,7 +181,7 @@ def measured(lines: Iterable[Mapping]) -> list[tuple[Mapping, list[Exchange]]]:
     of the same sizes the last one, and what they sent."""
     kept = {}
     for line in lines:
-        if line["bench"] == "dispatch" and "failed" not in line and line["gpu"] != "cpu":
+        if _is_timed(line) and line["gpu"] != "cpu":
             kept[tuple(line[name] for name in SIZES)] = line
     found = []
     for line in kept.values():
@@ -189,6 +189,10 @@ def measured(lines: Iterable[Mapping]) -> list[tuple[Mapping, list[Exchange]]]:
         ranks = line["gpus"]
         found.append((line, exchanges(cfg, line["T"], ranks, line["dispatch"], domain=ranks)))
     return found
+
+
+def _is_timed(line: Mapping) -> bool:
+    return line["bench"] == "dispatch" and "failed" not in line
 
 
 def measured_us(line: Mapping) -> float:
@@ -216,7 +220,7 @@ def _checked(text: str, where: str) -> dict:
         raise ValueError(f"{where}: no JSON ({problem})") from None
     if not isinstance(line, dict) or not isinstance(line.get("bench"), str):
         raise ValueError(f"{where}: no measurement, which has a name in 'bench'")
-    if line["bench"] == "dispatch" and "failed" not in line:
+    if _is_timed(line):
         absent = [name for name in ("gpu", "us", *SIZES) if name not in line]
         if absent:
             raise ValueError(f"{where}: {absent} are missing")

@@ -43,9 +43,9 @@ DTYPES = (
 ALIGNMENT = {"cpu": 64, "cuda": 16}
 """Bytes: XLA on a CPU copies what is aligned to less, and on a GPU refuses to run on it."""
 
-TRIED = jaxlib.__version__ in ("0.10.2", "0.11.2")
-"""Whether jaxlib's functions below `jnp.from_dlpack` and `__dlpack__` are called, for some 20 us
-less; other versions take the public way."""
+TRIED_JAXLIB = jaxlib.__version__ in ("0.10.2", "0.11.2")
+"""Whether this jaxlib is one that was tried. Then its functions below `jnp.from_dlpack` and
+`__dlpack__` are called, for some 20 us less; with others the public ones."""
 
 _DLPACK_KIND = {"cpu": 1, "cuda": 2}
 
@@ -124,7 +124,7 @@ def give(array: jax.Array) -> torch.Tensor:
     (device,) = array.devices()
     if device.platform == "cpu":  # jaxlib 0.10 waits by itself, which the protocol does not ask for
         array.block_until_ready()
-    if device.platform == "gpu" and TRIED:
+    if device.platform == "gpu" and TRIED_JAXLIB:
         stream = torch.cuda.current_stream(device.local_hardware_id).cuda_stream
         capsule = _jax.buffer_to_dlpack_managed_tensor(
             array.addressable_data(0), stream=stream or 1
@@ -162,7 +162,7 @@ def share(tensor: torch.Tensor) -> jax.Array:
             "tensor: the current stream is being captured into a CUDA graph, which JAX's work"
             " cannot enter; capture what lies before and after it"
         )
-    if not TRIED:
+    if not TRIED_JAXLIB:
         return jnp.from_dlpack(tensor)
     _let_go()  # before what comes next takes other memory, for which XLA records its graphs again
     device, kind, stream = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type], None
@@ -187,12 +187,15 @@ def borrow(tensor: torch.Tensor) -> jax.Array:
     """
     import torch
 
-    here = tensor.is_cuda and tensor.device.index == torch.cuda.current_device()
-    if not here or tensor.numel() == 0 or torch.cuda.is_current_stream_capturing():
-        return share(tensor)
-    if not torch.cuda.current_stream().query():
-        return share(tensor)
-    return _view(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
+    nothing_to_wait_for = (
+        tensor.is_cuda
+        and tensor.device.index == torch.cuda.current_device()
+        and not torch.cuda.is_current_stream_capturing()
+        and torch.cuda.current_stream().query()
+    )
+    if nothing_to_wait_for and tensor.numel():
+        return _view(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
+    return share(tensor)
 
 
 @functools.lru_cache(256)

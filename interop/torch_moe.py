@@ -293,7 +293,7 @@ def _route(x, params, token_ids, *, cfg):
 
 # Command buffers would be recorded again for memory that moves from call to call, as torch's does.
 # An option that XLA does not know is an error.
-_OPTIONS = {"xla_gpu_enable_command_buffer": ""} if dlpack.TRIED else None
+_OPTIONS = {"xla_gpu_enable_command_buffer": ""} if dlpack.TRIED_JAXLIB else None
 
 
 @functools.partial(jax.jit, static_argnames="cfg", compiler_options=_OPTIONS)

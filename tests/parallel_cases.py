@@ -436,11 +436,12 @@ def whole(case: Case) -> Iterator[dict]:
     """By the layer's own router."""
     import jax
     import numpy as np
-    from dgmoe_jax.kernels_pallas import one_sided
+
+    from dgmoe_jax import backends
 
     mesh, parallel = on_mesh(case)
     several = jax.process_count() > 1 and case.dispatch == "one_sided"
-    if several and (reason := one_sided.unavailable(mesh)):
+    if several and (reason := backends.exchange_unavailable(mesh)):
         yield dict(unavailable=reason)
         return
     cfg, params = layer(case)
@@ -715,7 +716,6 @@ def bounded(case: Case) -> Iterator[dict]:
         ).astype(y.dtype)
         if parallel.strict:
             want[lost.any(axis=1)] = np.nan
-            y = np.where(np.isnan(y.astype(np.float32)), np.array(np.nan, y.dtype), y)
         yield compare(y, want) | dict(
             input=name, exact=parallel.tp is None, want=rows_lost, dropped=int(stats.dropped)
         )
