@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,11 @@ TRIED_JAXLIB = jaxlib.__version__ in ("0.10.2", "0.11.2")
 `__dlpack__` are called, for some 20 us less; with others the public ones."""
 
 _DLPACK_KIND = {"cpu": 1, "cuda": 2}
+
+_asked = itertools.count()
+
+_given: dict[int, tuple[weakref.ref, jax.Array]] = {}
+"""Arrays whose memory is a tensor's, by the identity of what tells that its storage is gone."""
 
 _dropped: collections.deque[tuple[Any, jax.Array]] = collections.deque()
 """Arrays whose tensors are gone, until the event after torch's last work on them has passed."""
@@ -113,27 +120,28 @@ def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
         raise ValueError("array: deleted or donated, must be alive")
     if len(array.devices()) != 1:
         raise ValueError(f"array: on {len(array.devices())} devices, must be on one")
-    tensor = give(array)
+    # Another array of the same memory, which outlives what `array.delete()` deletes.
+    tensor = give(array.addressable_data(0), torch_device(*array.devices()))
     return tensor.clone() if copy else tensor
 
 
-def give(array: jax.Array) -> torch.Tensor:
-    """`to_torch` of an array that is known to be one that can be handed over."""
+def give(array: jax.Array, device: torch.device) -> torch.Tensor:
+    """`to_torch` of an array on `device` that is known to be one that can be handed over, and that
+    nobody deletes."""
     import torch
 
-    (device,) = array.devices()
-    if device.platform == "cpu":  # jaxlib 0.10 waits by itself, which the protocol does not ask for
+    if device.type == "cpu":  # jaxlib 0.10 waits by itself, which the protocol does not ask for
         array.block_until_ready()
-    if device.platform == "gpu" and TRIED_JAXLIB:
-        stream = torch.cuda.current_stream(device.local_hardware_id).cuda_stream
-        capsule = _jax.buffer_to_dlpack_managed_tensor(
-            array.addressable_data(0), stream=stream or 1
-        )
-        tensor = torch.utils.dlpack.from_dlpack(capsule)
-    else:
+    if device.type == "cpu" or not TRIED_JAXLIB:
         tensor = torch.from_dlpack(array)
-    if tensor.is_cuda:
-        weakref.finalize(tensor.untyped_storage(), _drop, array, tensor.device).atexit = False
+    else:
+        stream = _current_stream(device).cuda_stream or 1
+        capsule = _jax.buffer_to_dlpack_managed_tensor(array, stream=stream)
+        tensor = torch.utils.dlpack.from_dlpack(capsule)
+    if device.type == "cuda":
+        # weakref.finalize does as much in several times the time.
+        gone = weakref.ref(tensor.untyped_storage(), functools.partial(_drop, device))
+        _given[id(gone)] = gone, array
         _let_go()  # while the GPU is busy with what made this array
     return tensor
 
@@ -166,36 +174,87 @@ def share(tensor: torch.Tensor) -> jax.Array:
         return jnp.from_dlpack(tensor)
     _let_go()  # before what comes next takes other memory, for which XLA records its graphs again
     device, kind, stream = jax_device(tensor.device), _DLPACK_KIND[tensor.device.type], None
-    if tensor.is_cuda and not torch.cuda.current_stream().query():
+    if tensor.is_cuda and not _current_stream(tensor.device).query():
         # Only where there is something to wait for: with this and an event made for each tensor,
         # TorchMoE's calls in a row took 570 us each, and without 246 (one token, an H200).
         stream = device.get_stream_for_external_ready_events()
-        waiting, event = _waiting(tensor.device, stream, threading.get_ident())
-        event.record()
-        waiting.wait_event(event)
+        _wait_for_torch(stream, tensor.device)
     capsule = torch.utils.dlpack.to_dlpack(tensor)
     return _jax.dlpack_managed_tensor_to_buffer(capsule, device, stream, None, kind)
 
 
 def borrow(tensor: torch.Tensor) -> jax.Array:
-    """`share`, for work that torch's current stream waits for while the tensor lives: what comes
-    next there, use of its memory for others too, comes after it. So the array need not keep the
-    memory, no more than torch's own kernels do (`record_stream` is for that of other streams).
+    """`share`, for one program, which torch's current stream waits for while the tensor lives: what
+    comes next there, use of its memory for others too, comes after it. So the array need not keep
+    the memory, no more than torch's own kernels do (`record_stream` is for that of other streams).
 
-    Then one array will do for all tensors at an address, where JAX has nothing to wait for first.
-    To make one and let it go took JAX's runtime some 90 us in a trial (jaxlib 0.11.2, an H200).
+    Then one array will do for all tensors at an address, and it is JAX's stream that waits. To make
+    one and let it go took JAX's runtime some 90 us in a trial (jaxlib 0.11.2, an H200).
     """
     import torch
 
-    nothing_to_wait_for = (
-        tensor.is_cuda
-        and tensor.device.index == torch.cuda.current_device()
-        and not torch.cuda.is_current_stream_capturing()
-        and torch.cuda.current_stream().query()
-    )
-    if nothing_to_wait_for and tensor.numel():
-        return _view(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
-    return share(tensor)
+    device = tensor.device
+    if (
+        not tensor.is_cuda
+        or not tensor.numel()
+        or device.index != torch.cuda.current_device()
+        or torch.cuda.is_current_stream_capturing()
+    ):
+        return share(tensor)
+    if not _current_stream(device).query():
+        stream = programs_stream(device)
+        if stream is None:
+            return share(tensor)
+        _wait_for_torch(stream, device)
+    return _view(tensor.data_ptr(), tensor.shape, tensor.dtype, device)
+
+
+def _wait_for_torch(stream: int, device: torch.device) -> None:
+    """What JAX puts into `stream` from now on comes after what torch's current one has."""
+    waiting, event = _waiting(device, stream, threading.get_ident())
+    event.record()
+    waiting.wait_event(event)
+
+
+@functools.cache
+def programs_stream(device: torch.device) -> int | None:
+    """The stream that JAX runs its programs on, on a GPU; None where none tells.
+
+    A small program tells, by calling Python. There is one a device (jaxlib 0.10.2, 0.11.2).
+    """
+    try:
+        import jax_tvm_ffi
+        import tvm_ffi
+    except ImportError:
+        return None
+    if not TRIED_JAXLIB:
+        return None
+    name, told = f"dgmoe_jax.stream_{next(_asked)}", []
+    tell = lambda *_: told.append(tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", device.index)))  # noqa: E731
+    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(tell), ["rets"], platform="gpu")
+    ask = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((1,), jnp.int32), has_side_effect=True)
+    with jax.default_device(jax_device(device)):
+        jax.block_until_ready(jax.jit(ask)())
+    return told[0]
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    """As torch names it. To make its object took 9 us on an H200's host, to look it up 1."""
+    import torch
+
+    # Not public, though Triton launches by it: torch 2.11 and 2.13 have it.
+    number = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if number is None:
+        return torch.cuda.current_stream(device)
+    return _stream(number(device.index), device)
+
+
+@functools.lru_cache(64)
+def _stream(number: int, device: torch.device) -> torch.cuda.Stream:
+    """The current stream, whose number this is. torch's own live as long as the process."""
+    import torch
+
+    return torch.cuda.current_stream(device)
 
 
 @functools.lru_cache(256)
@@ -225,6 +284,16 @@ def _waiting(device: torch.device, stream: int, thread: int) -> tuple[Any, Any]:
     import torch
 
     return torch.cuda.ExternalStream(stream, device), torch.cuda.Event()
+
+
+@functools.cache
+def torch_device(device: jax.Device) -> torch.device:
+    """torch's name for a device of JAX's."""
+    import torch
+
+    if device.platform == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", device.local_hardware_id)
 
 
 @functools.cache
@@ -276,15 +345,18 @@ def _let_go() -> None:
         _letting_go.release()
 
 
-def _drop(array: jax.Array, device: torch.device) -> None:
+def _drop(device: torch.device, gone: weakref.ref) -> None:
     """JAX would give the memory to its next program, on a stream that knows nothing of torch's."""
     import torch
 
+    if sys.is_finalizing():
+        return
+    _, array = _given.pop(id(gone))
     if torch.cuda.is_current_stream_capturing():  # an event of a graph's cannot be asked
         return
     try:
         event = _spare[device].pop()
     except IndexError:
         event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    event.record(_current_stream(device))
     _dropped.append((event, array))

@@ -77,6 +77,7 @@ class TorchMoE(torch.nn.Module):
         (device,) = params.gate_weight.devices()
         # Committed, since tokens from torch are: JAX would move the weights to them at each call.
         self.cfg, self.params = cfg, jax.device_put(params, device)
+        self._layer = _layer(cfg)
         self._number = next(_numbers)
         _layers[self._number] = self
 
@@ -180,7 +181,8 @@ class TorchMoE(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `forward` chooses: ids [T, k] int32, weights [T, k] f32 without scaling factor.
         Raises what `forward` does."""
-        topk_ids, topk_weights = self._on_jax(_route, *self._checked(hidden_states, input_ids))
+        checked = self._checked(hidden_states, input_ids)
+        topk_ids, topk_weights = self._on_jax(_route(self.cfg), *checked)
         return topk_ids, topk_weights
 
     def _checked(
@@ -216,13 +218,13 @@ class TorchMoE(torch.nn.Module):
         self, jitted: Callable, x: torch.Tensor, token_ids: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """Its arrays. x and ids, which may be copies, live until torch's stream waits for these."""
-        x = dlpack.shareable(x.detach())
+        x = dlpack.shareable(x.detach() if x.requires_grad else x)
         ids = None if token_ids is None else dlpack.shareable(token_ids)
-        lent = dlpack.borrow(x), self.params, None if ids is None else dlpack.borrow(ids)
-        return [dlpack.give(y) for y in jax.tree.leaves(jitted(*lent, cfg=self.cfg))]
+        found = jitted(dlpack.borrow(x), self.params, None if ids is None else dlpack.borrow(ids))
+        return [dlpack.give(y, x.device) for y in found]
 
     def _run(self, x: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        (y,) = self._on_jax(_layer, x, token_ids)
+        (y,) = self._on_jax(self._layer, x, token_ids)
         return y
 
 
@@ -285,23 +287,27 @@ def _logits_and_routing(x, params, token_ids, cfg, backend):
     )
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
-def _route(x, params, token_ids, *, cfg):
-    backend = dg.plan(cfg, x.shape[0]).backend
-    return _logits_and_routing(x, params, token_ids, cfg, backend)
+# Programs of a configuration alone, so that a model's layers share one; as a static argument it
+# would be looked up by its hash at each call.
+@functools.cache
+def _route(cfg: dg.MoEConfig) -> Callable:
+    def route(x, params, token_ids):
+        backend = dg.plan(cfg, x.shape[0]).backend
+        routing = _logits_and_routing(x, params, token_ids, cfg, backend)
+        return [routing.topk_ids, routing.topk_weights]
+
+    return jax.jit(route)
 
 
-# Command buffers would be recorded again for memory that moves from call to call, as torch's does.
-# An option that XLA does not know is an error.
-_OPTIONS = {"xla_gpu_enable_command_buffer": ""} if dlpack.TRIED_JAXLIB else None
+@functools.cache
+def _layer(cfg: dg.MoEConfig) -> Callable:
+    def layer(x, params, token_ids):
+        if x.dtype == jnp.bfloat16:
+            return [dg.moe_layer(x, params, cfg, token_ids=token_ids)]
+        distinct = cfg.router.selection == "scores"
+        plan = dg.plan(cfg, x.shape[0], top_k=cfg.router.num_slots, distinct_ids=distinct)
+        routing = _logits_and_routing(x, params, token_ids, cfg, plan.backend)
+        y = dg.moe_layer(x.astype(jnp.bfloat16), params, cfg, routing=routing, plan=plan)
+        return [y.astype(x.dtype)]
 
-
-@functools.partial(jax.jit, static_argnames="cfg", compiler_options=_OPTIONS)
-def _layer(x, params, token_ids, *, cfg):
-    if x.dtype == jnp.bfloat16:
-        return dg.moe_layer(x, params, cfg, token_ids=token_ids)
-    distinct = cfg.router.selection == "scores"
-    plan = dg.plan(cfg, x.shape[0], top_k=cfg.router.num_slots, distinct_ids=distinct)
-    routing = _logits_and_routing(x, params, token_ids, cfg, plan.backend)
-    y = dg.moe_layer(x.astype(jnp.bfloat16), params, cfg, routing=routing, plan=plan)
-    return y.astype(x.dtype)
+    return jax.jit(layer)

@@ -180,7 +180,7 @@ def test_a_hand_over_costs_what_a_line_says(tmp_path):
     (line,) = lines(out)
     assert line["bench"] == "interop" and line["T"] == 3
     times = {name: us for name, us in line.items() if name.endswith("_us")}
-    assert len(times) == 7 and all(us > 0 for name, us in times.items() if name != "extra_us")
+    assert len(times) == 9 and all(us > 0 for name, us in times.items() if name != "extra_us")
     assert line["extra_us"] == line["module_us"] - line["jitted_us"]
     unknown = CliRunner().invoke(app, ["--shape", "huge"])
     assert unknown.exit_code == 2

@@ -4,6 +4,7 @@ The models are f32 on weights that are bf16 numbers: then their routers see what
 near tie is decided by a rounding of theirs. The layer rounds as its bf16 recipe does.
 """
 
+import concurrent.futures
 import copy
 import gc
 import pickle
@@ -15,7 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import ON_GPU, error, random_layer, same_bits, tokens
-from dgmoe_jax.interop import TorchMoE, replace_moe_blocks, to_jax, to_torch, torch_moe
+from dgmoe_jax.interop import TorchMoE, dlpack, replace_moe_blocks, to_jax, to_torch, torch_moe
 
 import dgmoe_jax as dg
 
@@ -372,23 +373,33 @@ def test_many_calls_leak_nothing():
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams need a GPU")
-def test_the_tokens_may_be_written_at_once_on_a_busy_stream():
+def test_tokens_of_a_busy_stream_are_read_once_written_and_may_be_written_at_once():
     layer = random_layer(experts=8, hidden=1024, inner=512)
     module = TorchMoE(layer.cfg, layer.params)
     x = given(4096, hidden=1024)
     want = module(x).clone()
     busy = torch.randn(4096, 4096, device=DEVICE)
     for _ in range(20):
-        tokens_now = x.clone()
+        tokens_now = torch.full_like(x, torch.nan)
         for _ in range(4):
             busy = torch.tanh(busy @ busy)
-        tokens_now.add_(busy[:, :1024].isnan().to(x.dtype))  # after the busy work, changes nothing
+        tokens_now.copy_(x)
         y = module(tokens_now)
         tokens_now.fill_(torch.nan)
         del tokens_now
         junk = torch.full_like(x, torch.nan)
         assert torch.equal(y, want)
         del junk
+
+
+@pytest.mark.skipif(not ON_GPU, reason="streams need a GPU")
+def test_all_programs_run_on_one_stream_which_torch_can_make_wait():
+    device = given().device
+    stream = dlpack.programs_stream(device)
+    assert stream
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(dlpack.programs_stream.__wrapped__, device) for _ in range(4)]
+    assert {found.result() for found in others} == {stream}
 
 
 @pytest.mark.skipif(not ON_GPU, reason="JAX waits for a CPU's tokens")
