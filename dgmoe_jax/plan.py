@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dgmoe_jax import backends, checks, layouts
 from dgmoe_jax.config import BACKENDS, MoEConfig
-from dgmoe_jax.recipes import READS, TILE, Recipe, padded, run_on
+from dgmoe_jax.recipes import READS, TILE, Recipe, is_read_by, padded, run_on
 
 PALLAS_TO_ROWS, PALLAS_TO_HIDDEN = 96, 4096
 """Where `backend="auto"` takes our grouped GEMM on an H200: up to so many rows expected per expert,
@@ -329,6 +329,8 @@ def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tu
         return cfg.backend, f"backend {cfg.backend!r} as asked"
     if arch != "sm90":
         return "xla", f"'xla' runs everywhere and {arch} is no sm90 GPU"
+    if not is_read_by("deep_gemm", cfg.recipe, run_on(cfg.recipe, arch, "auto").operands.weights):
+        return "pallas", "our grouped GEMM alone reads these weights"
     if expected_rows <= PALLAS_TO_ROWS:
         return "pallas", "our grouped GEMM is expected fastest with so few rows per expert"
     if cfg.hidden_size <= PALLAS_TO_HIDDEN and cfg.recipe != "bf16":

@@ -157,14 +157,13 @@ RUNS_ON["mxfp4"]["sm90"] = Run(
     " the scales of a 128 x 128 block span at most 2^14",
 )
 
-BY_BACKEND = {
-    ("mxfp4", "sm90", "pallas"): Run(
-        Recipe("mxfp4", FP8_1X128, MXFP4_TILES),
-        "as FP4 weights that the GEMM widens to FP8 in registers, lossless where the scales of a"
-        " 128 x 128 block span at most 2^14",
-    )
-}
-"""(recipe, architecture, backend named in the config) -> how it runs there instead."""
+_FP4_READ = Run(
+    Recipe("mxfp4", FP8_1X128, MXFP4_TILES),
+    "as FP4 weights that the GEMM widens to FP8 in registers, lossless where the scales of a"
+    " 128 x 128 block span at most 2^14",
+)
+BY_BACKEND = {("mxfp4", "sm90", backend): _FP4_READ for backend in ("auto", "pallas")}
+"""(recipe, architecture, the config's backend) -> how it runs there instead."""
 
 BESIDE = {"mxfp4": "fp8_block"}
 """Recipe -> another that its shared experts may be stored in: DeepSeek-V4's FP8 beside FP4."""
@@ -208,8 +207,8 @@ def is_read_by(backend: str, recipe: str, weights: Format) -> bool:
     """Whether `backend`'s GEMM reads weights that are stored so; "xla" reads all."""
     if backend == "xla":
         return run_of(recipe, weights) is not None
-    runs = (run_on(recipe, arch, by) for arch in READS[backend] for by in (backend, "auto"))
-    return any(run.operands.weights == weights for run in runs)
+    of = [(RUNS_ON[recipe][arch], run_on(recipe, arch, backend)) for arch in READS[backend]]
+    return any(run.operands.weights == weights for runs in of for run in runs)
 
 
 TILE = 128

@@ -338,6 +338,7 @@ class Bench:
                 try:
                     params = params_of(cfg)
                     found, y = measure(cfg, params, work, self.stages)
+                    found["weights"] = params.experts.w13.format.name
                     self.note(f"{name}, T={num_tokens}: {found['us']:.1f} us; now controls")
                     # Once, beside the first layer that ran, whose result they are held against.
                     if dg.recipes.is_read_by("deep_gemm", recipe, params.experts.w13.format):

@@ -171,7 +171,7 @@ def shared_by_tests(build):
         recipe = kw.get("recipe", "bf16")
         if recipe in ("bf16", "fp8_block") and arch == "sm90":
             arch = None  # the same as elsewhere
-        if (recipe, arch, backend) in BY_BACKEND:
+        if (recipe, arch, "auto") in BY_BACKEND:
             kw["backend"] = backend
         layer = once(arch=arch, **kw)
         cfg = dataclasses.replace(layer.cfg, backend=backend, layout=layout)

@@ -235,18 +235,18 @@ def test_path_b_of_blocks_at_the_edge_and_of_the_smallest_scales():
         np.testing.assert_array_equal(f64(got) * f64(block)[[0] * 128 + [1] * 2], want)
 
 
-def test_fp4_on_sm90_is_block_fp8_without_a_warning_unless_it_lost_something():
-    raw = raw_weights("mxfp4")
+def test_fp4_for_deep_gemm_on_sm90_is_block_fp8_without_a_warning_unless_it_lost_something():
+    raw, cfg = raw_weights("mxfp4"), config("mxfp4", backend="deep_gemm")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        experts = dg.prepare_params(raw, config("mxfp4"), arch="sm90").experts
+        experts = dg.prepare_params(raw, cfg, arch="sm90").experts
     for name in ("w13", "w2"):
         got = getattr(experts, name)
         assert got.format == FP8_128X128
         np.testing.assert_array_equal(f64(dg.dequantize(got)), decoded(raw, name, "mxfp4"))
     raw["w2_scale"][1, 0, 0] = 2.0**12  # the rest of the block: 2^-7 to 2^-4
     with pytest.warns(UserWarning, match=r"w2: converting mxfp4_1x32 .*1 of 4 experts.* error"):
-        lossy = dg.prepare_params(raw, config("mxfp4"), arch="sm90").experts.w2
+        lossy = dg.prepare_params(raw, cfg, arch="sm90").experts.w2
     was, now = decoded(raw, "w2", "mxfp4"), f64(dg.dequantize(lossy))
     assert not np.array_equal(now[1], was[1]) and np.array_equal(now[[0, 2, 3]], was[[0, 2, 3]])
 
@@ -276,13 +276,14 @@ def test_fp4_for_our_own_gemm_is_what_path_b_makes_of_it():
     checks.params(params, pallas)
 
 
-def test_only_a_config_that_names_pallas_gets_fp4_on_sm90():
+def test_fp4_stays_fp4_on_sm90_unless_a_config_names_what_does_not_read_it():
     raw, read = raw_weights("mxfp4"), {}
     for backend in ("auto", "pallas", "deep_gemm", "xla"):
         params = dg.prepare_params(raw, config("mxfp4", backend=backend), arch="sm90")
         read[backend] = params.experts.w13.format
-    assert read.pop("pallas") == MXFP4_TILES
-    assert set(read.values()) == {FP8_128X128}
+    want = {b: MXFP4_TILES if b in ("auto", "pallas") else FP8_128X128 for b in read}
+    assert read == want
+    assert all(dg.plan(config("mxfp4"), t, arch="sm90").backend == "pallas" for t in (1, 2**16))
     for recipe in ("bf16", "fp8_block", "mxfp8"):
         assert run_on(recipe, "sm90", "pallas") == RUNS_ON[recipe]["sm90"]
 
@@ -515,7 +516,7 @@ def test_plan_says_by_which_path_a_recipe_runs():
         for recipe, arch in itertools.product(RECIPES, ("cpu", "sm90", "sm100"))
     }
     assert all(f"{recipe} " in why for (recipe, _), why in whys.items())
-    assert "as fp8_block, since sm90 has no FP4" in whys["mxfp4", "sm90"]
+    assert "FP4 weights that the GEMM widens" in whys["mxfp4", "sm90"]
     assert "2.4 to 2.8 %" in whys["mxfp8", "sm90"]
     assert "never run" in whys["mxfp4", "sm100"] and "natively" in whys["mxfp4", "cpu"]
     # A GPU backend that is named on a CPU is lowered, or emulated, for Hopper.
