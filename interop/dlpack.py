@@ -51,7 +51,7 @@ TRIED_JAXLIB = jaxlib.__version__ in ("0.10.2", "0.11.2")
 
 _DLPACK_KIND = {"cpu": 1, "cuda": 2}
 
-_asked = itertools.count()
+_asked = itertools.count()  # of programs_stream: a target's name is registered once
 
 _given: dict[int, tuple[weakref.ref, jax.Array]] = {}
 """Arrays whose memory is a tensor's, by the identity of what tells that its storage is gone."""
@@ -230,7 +230,10 @@ def programs_stream(device: torch.device) -> int | None:
     if not TRIED_JAXLIB:
         return None
     name, told = f"dgmoe_jax.stream_{next(_asked)}", []
-    tell = lambda *_: told.append(tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", device.index)))  # noqa: E731
+
+    def tell(_):
+        told.append(tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", device.index)))
+
     jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(tell), ["rets"], platform="gpu")
     ask = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((1,), jnp.int32), has_side_effect=True)
     with jax.default_device(jax_device(device)):
