@@ -4,7 +4,8 @@ python scripts/bench_parallel.py                    # the GPUs of this process
 python scripts/bench_parallel.py --shape tiny --devices 2 --tokens 8    # on a CPU, to try it out
 python scripts/bench_parallel.py --processes 2      # a process for each GPU
 
-Tokens are split over all GPUs, and so are experts ("ep") or every expert's columns ("tp").
+Tokens are split over all GPUs, and so are experts ("ep"), every expert's columns ("tp"), or both
+("epxtp2": columns over each 2 GPUs, experts over those pairs).
 """
 
 from __future__ import annotations
@@ -59,13 +60,28 @@ COLUMNS = {
     "failed": "failed",
 }
 COLUMNS |= {name: name for name, title in COLUMNS.items() if not title}
-AXIS = "gpus"
-BY_TOKEN = PartitionSpec(AXIS)
+
+
+def mesh_of(split: str) -> Mesh:
+    """All GPUs, with the axes that `split` names."""
+    gpus = len(jax.devices())
+    named = re.fullmatch(r"ep|tp|epxtp([1-9]\d*)", split)
+    tp = named and int(named[1] or (1 if split == "ep" else gpus))
+    if not tp or gpus % tp:
+        raise typer.BadParameter(
+            f"split={split!r}: must be 'ep', 'tp', or 'epxtpN' for N that divides {gpus} GPUs"
+        )
+    axes = {axis: size for axis, size in (("ep", gpus // tp), ("tp", tp)) if size > 1} or {"ep": 1}
+    return Mesh(np.array(jax.devices()).reshape(*axes.values()), tuple(axes))
+
+
+def by_token(mesh: Mesh) -> PartitionSpec:
+    return PartitionSpec(mesh.axis_names)
 
 
 def put(mesh: Mesh, x: np.ndarray) -> jax.Array:
     """An array that every process has, split over all GPUs."""
-    sharding = NamedSharding(mesh, BY_TOKEN)
+    sharding = NamedSharding(mesh, by_token(mesh))
     return jax.make_array_from_callback(x.shape, sharding, x.__getitem__, dtype=x.dtype)
 
 
@@ -129,7 +145,8 @@ def exchanges(cfg: dg.MoEConfig, mesh: Mesh, parallel: dg.Parallel, params: dg.M
             ys.append(one(x, topk_ids, weight, rows))
         return ys
 
-    over_all = dict(mesh=mesh, in_specs=BY_TOKEN, out_specs=BY_TOKEN, check_vma=False)
+    tokens = by_token(mesh)
+    over_all = dict(mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
     return [jax.jit(jax.shard_map(run, **over_all)) for run in (local, computed)]
 
 
@@ -156,7 +173,6 @@ class Run:
         s = self.shape = SHAPES[shape]
         self.cfg = dg.MoEConfig(s.E, s.H, s.I, dg.RouterConfig(top_k=s.k), recipe=recipe)
         self.gpus, self.stages, self.out = len(jax.devices()), stages, out
-        self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self.params = random_params(self.cfg, jax.random.key(0))
         self.head = _bench.environment() | {"gpus": self.gpus, "processes": jax.process_count()}
         self.head |= {"shape": shape, "E": s.E, "k": s.k, "H": s.H, "I": s.I, "recipe": recipe}
@@ -181,21 +197,23 @@ class Run:
         """All ways for `t` tokens a GPU: compiled side by side, then timed one by one."""
         self.one_gpu(t, timed=whole and self.first)
         jobs = []
-        for dispatch, axis, chunks in ways:
-            parallel = dg.Parallel(**{axis: AXIS}, dp=AXIS, dispatch=dispatch, chunks=chunks)
-            if axis not in self.sharded:
-                self.sharded[axis] = dg.shard_params(self.params, self.cfg, self.mesh, parallel)
-                self.note(f"params over {axis}")
-            params, args = self.sharded[axis], [put(self.mesh, x) for x in self.xs[t]]
-            key = {"dispatch": dispatch, "split": axis, "chunks": chunks, "T": t}
+        for dispatch, split, chunks in ways:
+            mesh = mesh_of(split)
+            axes = {axis: axis for axis in mesh.axis_names}
+            parallel = dg.Parallel(**axes, dp=mesh.axis_names, dispatch=dispatch, chunks=chunks)
+            if split not in self.sharded:
+                self.sharded[split] = dg.shard_params(self.params, self.cfg, mesh, parallel)
+                self.note(f"params over {split}")
+            params, args = self.sharded[split], [put(mesh, x) for x in self.xs[t]]
+            key = {"dispatch": dispatch, "split": split, "chunks": chunks, "T": t}
             if whole:
-                run, given = layers(self.cfg, self.mesh, parallel), (args, params)
+                run, given = layers(self.cfg, mesh, parallel), (args, params)
                 jobs.append(("layer", key, self.compiled(run, given), given))
-            if alone and dispatch != "standard" and chunks == 1:
+            if alone and dispatch != "standard" and chunks == 1 and parallel.tp is None:
                 ids = self.ids[t]
-                weights = put(self.mesh, np.full(ids.shape, 1 / self.shape.k, np.float32))
-                run, computed = exchanges(self.cfg, self.mesh, parallel, params)
-                given = args, [put(self.mesh, ids)] * len(args), weights, computed(args[0])
+                weights = put(mesh, np.full(ids.shape, 1 / self.shape.k, np.float32))
+                run, computed = exchanges(self.cfg, mesh, parallel, params)
+                given = args, [put(mesh, ids)] * len(args), weights, computed(args[0])
                 jobs.append(("dispatch", key, self.compiled(run, given), given))
         self.note(f"{len(jobs)} programs of {t} tokens a GPU are lowered")
         wait([job for _, _, job, _ in jobs])  # compiling beside it would slow the host
@@ -314,14 +332,14 @@ def main(
         address, count, number = worker.split(",")
         jax.distributed.initialize(address, int(count), int(number), local_device_ids=[int(number)])
     sizes = [int(t) for t in tokens.split(",")]
-    run = Run(shape, recipe, sizes, stages, out)
     ways = [
-        (way, axis, pieces)
-        for axis in split.split(",")
+        (way, how, pieces)
+        for how in split.split(",")
         for way in dispatch.split(",")
         for pieces in map(int, chunks.split(","))
-        if axis == "ep" or way == "standard"
+        if "ep" in mesh_of(how).axis_names or way == "standard"
     ]
+    run = Run(shape, recipe, sizes, stages, out)
     for t in sizes:
         run.at(t, ways, alone=alone, whole=whole)
     if run.first:

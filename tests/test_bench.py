@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -184,3 +186,21 @@ def test_a_hand_over_costs_what_a_line_says(tmp_path):
     assert line["extra_us"] == line["module_us"] - line["jitted_us"]
     unknown = CliRunner().invoke(app, ["--shape", "huge"])
     assert unknown.exit_code == 2
+
+
+def test_the_layer_is_timed_over_experts_and_columns_at_once(tmp_path):
+    out, command = tmp_path / "parallel.jsonl", [sys.executable, "scripts/bench_parallel.py"]
+    command += ["--shape", "tiny", "--devices", "4", "--tokens", "8", "--out", str(out)]
+
+    def run(*options):
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        root = Path(__file__).parents[1]
+        return subprocess.run([*command, *options], cwd=root, env=env, capture_output=True)
+
+    done = run("--dispatch", "all_to_all", "--split", "epxtp2")
+    assert done.returncode == 0, done.stderr
+    (line,) = lines(out)
+    assert (line["bench"], line["split"], line["gpus"]) == ("layer", "epxtp2", 4)
+    assert line["us"] > 0 and line["speedup"] > 0
+    refused = run("--split", "epxtp3")
+    assert refused.returncode == 2 and b"epxtp3" in refused.stderr
