@@ -14,7 +14,7 @@ from dgmoe_jax.recipes import READS, TILE, Recipe, is_read_by, padded, run_on
 PALLAS_TO_ROWS, PALLAS_TO_HIDDEN = 96, 4096
 """Where `backend="auto"` takes our grouped GEMM on an H200: up to so many rows expected per expert,
 and in FP8 at any number of rows up to this hidden size, where w13's activation, which we fuse,
-takes a larger share of the time.
+takes a larger share of the time. FP4 that was prepared for "auto" no other reads.
 
 bench/layer.jsonl, FP8, us, ours and DeepGEMM's: with H 7168, 2833 and 3079 at 32 rows an expert,
 4727 and 4472 at 128, 897 and 889 at 256, 13518 and 13470 at 512; with H 2048, 259 and 286 at 64
@@ -330,7 +330,7 @@ def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tu
     if arch != "sm90":
         return "xla", f"'xla' runs everywhere and {arch} is no sm90 GPU"
     if not is_read_by("deep_gemm", cfg.recipe, run_on(cfg.recipe, arch, "auto").operands.weights):
-        return "pallas", "our grouped GEMM alone reads these weights"
+        return "pallas", "our grouped GEMM alone reads what is prepared for 'auto'"
     if expected_rows <= PALLAS_TO_ROWS:
         return "pallas", "our grouped GEMM is expected fastest with so few rows per expert"
     if cfg.hidden_size <= PALLAS_TO_HIDDEN and cfg.recipe != "bf16":

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from jaxlib import _jax
 
 if TYPE_CHECKING:
@@ -231,14 +232,15 @@ def programs_stream(device: torch.device) -> int | None:
         return None
     name, told = f"dgmoe_jax.stream_{next(_asked)}", []
 
-    def tell(_):
+    def tell(*_):
         told.append(tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", device.index)))
 
-    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(tell), ["rets"], platform="gpu")
+    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(tell), ["args", "rets"], platform="gpu")
+    there = jax.device_put(np.zeros(1, np.int32), jax_device(device))  # and on no other
     ask = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((1,), jnp.int32), has_side_effect=True)
-    with jax.default_device(jax_device(device)):
-        jax.block_until_ready(jax.jit(ask)())
-    return told[0]
+    jax.block_until_ready(jax.jit(ask)(there))
+    (stream,) = told
+    return stream or None  # 0: none was set
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:

@@ -77,9 +77,17 @@ class TorchMoE(torch.nn.Module):
         (device,) = params.gate_weight.devices()
         # Committed, since tokens from torch are: JAX would move the weights to them at each call.
         self.cfg, self.params = cfg, jax.device_put(params, device)
-        self._layer = _layer(cfg)
         self._number = next(_numbers)
         _layers[self._number] = self
+
+    @property
+    def cfg(self) -> dg.MoEConfig:
+        """As `moe_layer` takes it. Another may be set, which `params` must fit."""
+        return self._cfg
+
+    @cfg.setter
+    def cfg(self, cfg: dg.MoEConfig) -> None:
+        self._cfg, self._layer = cfg, _layer(cfg)
 
     def __reduce__(self):
         return TorchMoE, (self.cfg, self.params)  # a copy or a pickle gets a number of its own

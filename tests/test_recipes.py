@@ -27,7 +27,7 @@ from conftest import (
     within_0_3_percent_on_its_own_bytes,
 )
 from dgmoe_jax.interop import scales as deep_gemm_scales
-from dgmoe_jax.kernels_pallas import grouped_gemm
+from dgmoe_jax.kernels_pallas import _common, grouped_gemm
 
 import dgmoe_jax as dg
 from dgmoe_jax import backends, checks
@@ -276,7 +276,7 @@ def test_fp4_for_our_own_gemm_is_what_path_b_makes_of_it():
     checks.params(params, pallas)
 
 
-def test_fp4_stays_fp4_on_sm90_unless_a_config_names_what_does_not_read_it():
+def test_fp4_stays_fp4_on_sm90_unless_a_config_names_what_does_not_read_it(monkeypatch):
     raw, read = raw_weights("mxfp4"), {}
     for backend in ("auto", "pallas", "deep_gemm", "xla"):
         params = dg.prepare_params(raw, config("mxfp4", backend=backend), arch="sm90")
@@ -284,6 +284,11 @@ def test_fp4_stays_fp4_on_sm90_unless_a_config_names_what_does_not_read_it():
     want = {b: MXFP4_TILES if b in ("auto", "pallas") else FP8_128X128 for b in read}
     assert read == want
     assert all(dg.plan(config("mxfp4"), t, arch="sm90").backend == "pallas" for t in (1, 2**16))
+    with monkeypatch.context() as patched:  # what is newer than the versions tried
+        patched.setattr(_common, "TRIED", ())
+        params = dg.prepare_params(raw, config("mxfp4"), arch="sm90")
+        assert params.experts.w13.format == FP8_128X128
+        assert "as fp8_block" in dg.plan(config("mxfp4"), 16, arch="sm90").why
     for recipe in ("bf16", "fp8_block", "mxfp8"):
         assert run_on(recipe, "sm90", "pallas") == RUNS_ON[recipe]["sm90"]
 

@@ -6,8 +6,10 @@ near tie is decided by a rounding of theirs. The layer rounds as its bf16 recipe
 
 import concurrent.futures
 import copy
+import dataclasses
 import gc
 import pickle
+import sys
 import weakref
 
 import jax
@@ -390,6 +392,20 @@ def test_tokens_of_a_busy_stream_are_read_once_written_and_may_be_written_at_onc
         junk = torch.full_like(x, torch.nan)
         assert torch.equal(y, want)
         del junk
+
+
+def test_another_configuration_is_that_of_the_layer_and_of_its_router():
+    module, layer = make_module()
+    x, cfg = given(), dataclasses.replace(layer.cfg, router=dg.RouterConfig(top_k=1))
+    assert not torch.equal(TorchMoE(cfg, layer.params)(x), module(x))
+    module.cfg = cfg
+    assert torch.equal(TorchMoE(cfg, layer.params)(x), module(x))
+    assert module.route(x)[0].shape[1] == 1
+
+
+def test_without_the_ffi_library_no_stream_is_known(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_tvm_ffi", None)
+    assert dlpack.programs_stream.__wrapped__(torch.device("cuda", 0)) is None
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams need a GPU")

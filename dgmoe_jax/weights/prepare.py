@@ -104,7 +104,7 @@ def prepare_params(
         if fused.w13.format != experts.w13.format:
             raise NotImplementedError(
                 f"shared_w13: {fused.w13.format.name} beside experts in {experts.w13.format.name};"
-                " fused_shared_experts=0 runs"
+                " fused_shared_experts=0 runs, and where those are FP4 tiles backend='deep_gemm'"
             )
         experts = jax.tree.map(lambda *pair: jnp.concatenate(pair), experts, fused)
     elif count:
