@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dgmoe_jax import backends, checks, layouts
 from dgmoe_jax.config import BACKENDS, MoEConfig
-from dgmoe_jax.recipes import READS, TILE, Recipe, is_read_by, padded, run_on
+from dgmoe_jax.recipes import READS, TILE, Format, Recipe, is_read_by, padded, run_on
 
 PALLAS_TO_ROWS, PALLAS_TO_HIDDEN = 96, 4096
 """Where `backend="auto"` takes our grouped GEMM on an H200: up to so many rows expected per expert,
@@ -208,8 +208,8 @@ def decide(
     asked = arch is None
     arch = backends.current_arch() if asked else arch
     checks.arch(arch)
-    backend, reason = _backend(cfg, arch, most.expected, asked)
     run = run_on(cfg.recipe, arch, cfg.backend)
+    backend, reason = _backend(cfg, arch, run.operands.weights, most.expected, asked)
 
     def laid_out(layout: str, backend: str = backend) -> Plan:
         return _laid_out(cfg, run.operands, most, experts, inner, layout, backend)
@@ -323,13 +323,15 @@ def tiling(expected_rows: float, backend: str, recipe: str) -> tuple[int, int, b
     return block, block, False
 
 
-def _backend(cfg: MoEConfig, arch: str, expected_rows: float, asked: bool) -> tuple[str, str]:
+def _backend(
+    cfg: MoEConfig, arch: str, weights: Format, expected_rows: float, asked: bool
+) -> tuple[str, str]:
     if cfg.backend != "auto":
         _refuse(cfg.backend, arch)
         return cfg.backend, f"backend {cfg.backend!r} as asked"
     if arch != "sm90":
         return "xla", f"'xla' runs everywhere and {arch} is no sm90 GPU"
-    if not is_read_by("deep_gemm", cfg.recipe, run_on(cfg.recipe, arch, "auto").operands.weights):
+    if not is_read_by("deep_gemm", cfg.recipe, weights):
         return "pallas", "our grouped GEMM alone reads what is prepared for 'auto'"
     if expected_rows <= PALLAS_TO_ROWS:
         return "pallas", "our grouped GEMM is expected fastest with so few rows per expert"
